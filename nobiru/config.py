@@ -1,0 +1,97 @@
+"""Options, resolved once, frozen, keyword-only.
+
+Owns names, defaults and bounds of every option. Knows nothing of where a value came from: `nobiru.env` reads the
+environment, `nobiru.cli` the command line.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from nobiru.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+SchedulingPolicy = Literal["priority", "fcfs"]
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one step and the order of service; see `nobiru.scheduler`."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    policy: SchedulingPolicy = "priority"
+    lookahead: int = 64
+    age_limit_s: float = 10.0
+    min_step_tokens: int = 64
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank needs to load a model and serve it. `model` is a resolved local folder."""
+
+    model: str
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    quantization: None = None
+    scheduling_policy: SchedulingPolicy = "priority"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, get_args(Dtype))
+        _choice("device", self.device, get_args(Device))
+        _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_model_len", self.max_model_len, 1)
+        _at_least("num_threads", self.num_threads, 1)
+        if self.quantization is not None:
+            raise ConfigError(
+                f"quantization is {self.quantization!r}; this version serves unquantized weights only (None)",
+                param="quantization",
+            )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the HTTP process needs beside the engine's options."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float = 60.0
+    auto_truncate: bool = False
+    max_queued_tokens: int = 1_000_000
+    shutdown_timeout_s: float = 30.0
+    rank_timeout_s: float = 10.0
+    max_start_failures: int = 5
+    access_log: bool = False
+    log_format: Literal["text", "json"] = "text"
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.port, bool) or not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535", param="port")
+        for name in ("max_body_bytes", "max_queued_tokens", "max_start_failures"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("shutdown_timeout_s", "body_timeout_s", "rank_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
+        _choice("log_format", self.log_format, ("text", "json"))
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; choose from {', '.join(allowed)}", param=name)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}", param=name)

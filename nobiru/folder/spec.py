@@ -1,0 +1,86 @@
+"""What a model folder says about itself, as plain values.
+
+Owns the vocabulary in which the other packages speak of a folder. Knows nothing of torch, and does not read files:
+`nobiru.folder.read` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# In the order in which Sentence Transformers concatenates the results of several legacy flags.
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+SIMILARITY_NAMES = ("cosine", "dot", "euclidean", "manhattan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingSpec:
+    """Token vectors [t, H] → one vector [len(modes) * H]; `modes` in the order of concatenation."""
+
+    modes: tuple[str, ...] = ("mean",)
+    include_prompt: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSpec:
+    """`activation(x @ W.T + b)`, optionally plus x (projected when sizes differ); weights in `path`."""
+
+    path: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str  # dotted class name in torch.nn, "torch.nn.modules.linear.Identity" for none
+    use_residual: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormSpec:
+    """Layer normalization of the sentence vector; weights in `path`."""
+
+    path: Path
+    dimension: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizeSpec:
+    """L2 normalization."""
+
+
+ModuleSpec = PoolingSpec | DenseSpec | LayerNormSpec | NormalizeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A Sentence Transformers or `save_pretrained` folder.
+
+    `modules` are those behind the Transformer, in order, the first a `PoolingSpec`. `max_model_len` is the limit in
+    tokens, special tokens included, that Sentence Transformers would cut texts to. `embedding_dim` is D after all
+    modules. `lower_case` asks for lower-casing texts before tokenization.
+    """
+
+    path: Path
+    transformer_path: Path
+    config: Mapping[str, Any]
+    model_type: str
+    modules: tuple[ModuleSpec, ...]
+    max_model_len: int
+    hidden_size: int
+    embedding_dim: int
+    vocab_size: int
+    lower_case: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    similarity: str = "cosine"
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def pooling(self) -> PoolingSpec:
+        first = self.modules[0]
+        assert isinstance(first, PoolingSpec), "folder.read puts the pooling first"
+        return first
