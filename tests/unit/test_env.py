@@ -125,7 +125,9 @@ def test_a_secret_appears_in_no_warning() -> None:
 
 @given(
     st.dictionaries(
-        st.one_of(st.sampled_from([option.variable for option in OPTIONS]), st.text().map(lambda tail: "NOBIRU_" + tail)),
+        st.one_of(
+            st.sampled_from([option.variable for option in OPTIONS]), st.text().map(lambda tail: "NOBIRU_" + tail)
+        ),
         st.text(),
         max_size=8,
     )

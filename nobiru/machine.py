@@ -1,0 +1,179 @@
+"""What this machine gives the process: processor cores, instruction sets, memory.
+
+Owns reading `/proc` and the control groups (cgroup v1 and v2) of Linux; on other systems, or where a file is missing,
+the answers are those of the whole machine. Knows nothing of torch and of how many threads anyone starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+_Number = TypeVar("_Number", int, float)
+ROOT = Path("/")
+_UNLIMITED_BYTES = 2**60  # cgroup v1 writes "no limit" as a number near 2**63
+
+
+def available_cores(root: Path = ROOT, cpus: frozenset[int] | None = None) -> float:
+    """Logical processors that this process may use: its affinity, or the quota of its control groups if that is less.
+
+    A fraction if the quota is one. `cpus` are the processors of the affinity mask (default: the process' own).
+    """
+    num_cpus = float(len(_affinity() if cpus is None else cpus))
+    quota = _least(_cpu_quota(folder) for folder in _cgroup_folders(root, "cpu"))
+    return num_cpus if quota is None else min(num_cpus, quota)
+
+
+def default_num_threads(root: Path = ROOT, cpus: frozenset[int] | None = None) -> int:
+    """Threads for arithmetic: one per physical core of the affinity mask, and no more than the quota, at least 1.
+
+    Two hyperthreads share one core's arithmetic units, and threads above a quota only make the kernel stop all of them.
+    """
+    cpus = _affinity() if cpus is None else cpus
+    num_cores = num_physical_cores(_read(root / "proc/cpuinfo"), cpus)
+    return max(1, min(num_cores, int(available_cores(root, cpus))))
+
+
+def memory_limit_bytes(root: Path = ROOT) -> int | None:
+    """Memory that this process and its neighbours in the control group may use, None if nothing tells."""
+    limits = [_memory_limit(folder) for folder in _cgroup_folders(root, "memory")]
+    return _least([*limits, parse_mem_total(_read(root / "proc/meminfo"))])
+
+
+def cpu_flags(root: Path = ROOT) -> frozenset[str]:
+    """Instruction sets as `/proc/cpuinfo` names them (`avx2`, `avx512_bf16`, `amx_tile`); empty where it is missing."""
+    return parse_cpu_flags(_read(root / "proc/cpuinfo"))
+
+
+# ---- parsing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CgroupMount:
+    """Where a control group hierarchy can be read: the part below `root` appears at `mount_point`."""
+
+    root: str
+    mount_point: str
+    controllers: frozenset[str]  # empty for cgroup v2, which has one hierarchy for all
+
+
+def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):  # x86, Arm
+            return frozenset(value.split())
+    return frozenset()
+
+
+def num_physical_cores(cpuinfo: str, cpus: frozenset[int]) -> int:
+    """Cores that the logical processors `cpus` belong to; each its own core where `/proc/cpuinfo` does not tell."""
+    cores = set()
+    told = set()
+    for block in cpuinfo.split("\n\n"):
+        pairs = (line.partition(":") for line in block.splitlines())
+        fields = {name.strip(): value.strip() for name, _, value in pairs}
+        if fields.get("processor", "").isdigit() and "core id" in fields and int(fields["processor"]) in cpus:
+            told.add(int(fields["processor"]))
+            cores.add((fields.get("physical id", ""), fields["core id"]))
+    return len(cores) + len(cpus - told)
+
+
+def parse_cpu_max(text: str) -> float | None:
+    """cgroup v2 `cpu.max`, "QUOTA PERIOD" in microseconds or "max PERIOD": cores, None for no limit."""
+    quota, _, period = text.strip().partition(" ")
+    return _cores(quota, period or "100000")
+
+
+def parse_cfs_quota(quota: str, period: str) -> float | None:
+    """cgroup v1 `cpu.cfs_quota_us` (-1: no limit) and `cpu.cfs_period_us`: cores, None for no limit."""
+    return _cores(quota.strip(), period.strip())
+
+
+def parse_memory_limit(text: str) -> int | None:
+    """`memory.max` (v2) or `memory.limit_in_bytes` (v1): bytes, None for no limit."""
+    text = text.strip()
+    return int(text) if text.isdigit() and int(text) < _UNLIMITED_BYTES else None
+
+
+def parse_mem_total(meminfo: str) -> int | None:
+    for line in meminfo.splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def parse_cgroup_paths(text: str) -> dict[str, str]:
+    """`/proc/self/cgroup`: the process' group by controller; under "" that of cgroup v2."""
+    paths = {}
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    return paths
+
+
+def parse_cgroup_mounts(mountinfo: str) -> list[CgroupMount]:
+    """The control group hierarchies in `/proc/self/mountinfo`."""
+    mounts = []
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, tail = left.split(), right.split()
+        if len(fields) < 5 or len(tail) < 3 or tail[0] not in ("cgroup", "cgroup2"):
+            continue
+        controllers = frozenset(tail[2].split(",")) if tail[0] == "cgroup" else frozenset()
+        mounts.append(CgroupMount(root=fields[3], mount_point=fields[4], controllers=controllers))
+    return mounts
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def _affinity() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of the process' control groups for one controller and of their parents, whose limits hold too."""
+    paths = parse_cgroup_paths(_read(root / "proc/self/cgroup"))
+    for mount in parse_cgroup_mounts(_read(root / "proc/self/mountinfo")):
+        path = paths.get(controller if controller in mount.controllers else "")
+        if path is None or (mount.controllers and controller not in mount.controllers):
+            continue
+        mount_point = root / mount.mount_point.lstrip("/")
+        inside = path.removeprefix(mount.root if mount.root != "/" else "").strip("/")
+        if ".." in inside.split("/") or not (mount_point / inside).is_dir():
+            inside = ""  # the group lies outside of what a container can see; its mount shows the container's own
+        yield mount_point
+        for depth in range(len(Path(inside).parts)):
+            yield mount_point.joinpath(*Path(inside).parts[: depth + 1])
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    v1 = parse_cfs_quota(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+    return _least([parse_cpu_max(_read(folder / "cpu.max")), v1])
+
+
+def _memory_limit(folder: Path) -> int | None:
+    return _least(parse_memory_limit(_read(folder / name)) for name in ("memory.max", "memory.limit_in_bytes"))
+
+
+def _cores(quota: str, period: str) -> float | None:
+    if not quota.isdigit() or not period.isdigit() or int(quota) == 0 or int(period) == 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _least(values: Iterable[_Number | None]) -> _Number | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not on this system, or not for this user
+        return ""
