@@ -1,0 +1,123 @@
+"""Starts rank processes on this machine and notices their deaths.
+
+Owns processes. Knows nothing of engines: it runs an entry point with a description on standard input, whose write end
+stays open for as long as the launcher wants the process to live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+
+class LocalProcess:
+    """One started process. `pid` is its process id; `kill` and `close` may be called at any time, more than once."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        threading.Thread(target=self._wait, name=f"wait-{process.pid}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    async def wait_dead(self) -> str:
+        """Until the process has ended; how it ended, in words."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ended.set)
+
+        with self._lock:
+            if self.is_alive:
+                self._callbacks.append(wake)
+            else:
+                ended.set()
+        await ended.wait()
+        return describe_exit(self._process.returncode)
+
+    def kill(self) -> None:
+        """End it now, also when it is stopped."""
+        if self.is_alive:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Close its standard input, at which it ends by itself."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it ended first, which is what closing asks for
+                self._process.stdin.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; kill it when it takes longer. Whether it ended by itself."""
+        if self._ended.wait(timeout_s):
+            return True
+        self.kill()
+        self._ended.wait()
+        return False
+
+    def _wait(self) -> None:
+        self._process.wait()
+        with self._lock:
+            self._ended.set()
+        for callback in self._callbacks:
+            callback()
+
+
+class LocalLauncher:
+    """Launches `entry` ("package.module:function") in a fresh interpreter (spawn, never fork)."""
+
+    def __init__(self, entry: str, *, environment: Mapping[str, str]) -> None:
+        self._entry = entry
+        self._environment = dict(environment)
+
+    def launch(self, spec: bytes, *, pass_fds: Sequence[int]) -> LocalProcess:
+        """Start a process with `spec`, one line, as the beginning of its standard input.
+
+        Raises `OSError` when the system cannot start one.
+        """
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _bootstrap(self._entry)],
+            stdin=subprocess.PIPE,
+            env=self._environment,
+            pass_fds=tuple(pass_fds),
+        )
+        assert process.stdin is not None
+        handle = LocalProcess(process)
+        with contextlib.suppress(BrokenPipeError):  # it died at once; whoever waits for it learns how
+            process.stdin.write(spec + b"\n")
+            process.stdin.flush()
+        return handle
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (by hand, or by the kernel for want of memory)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _bootstrap(entry: str) -> str:
+    """Python code that finds modules where this process does, whatever the working directory, and calls the entry."""
+    module, _, function = entry.partition(":")
+    paths = [os.path.abspath(path) if path else os.getcwd() for path in sys.path]
+    return f"import sys; sys.path[:] = {json.dumps(paths)}; from {module} import {function}; {function}()"

@@ -1,0 +1,290 @@
+"""The HTTP process' side of the engine: hands requests to a rank process and waits for their results.
+
+Owns the socket, the ledger of open requests and the measured throughput. Everything runs on one event loop; no torch.
+Requests that arrive while the model loads or a rank restarts wait in the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from nobiru.config import EngineConfig, SchedulerConfig
+from nobiru.elastic.launcher.local import LocalLauncher
+from nobiru.engine import messages
+from nobiru.engine.ledger import Entry, Ledger
+from nobiru.engine.messages import Abort, Crashed, Loaded, Probe, ProbeDone, StartFailed, StepDone, Stop
+from nobiru.engine.rank_spec import RankSpec
+from nobiru.engine.recorder import FlightRecorder
+from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor
+from nobiru.errors import UnavailableError
+from nobiru.request import PoolingRequest, Vectors
+
+logger = logging.getLogger(__name__)
+
+THROUGHPUT_HALF_LIFE_S = 5.0
+
+
+class Observer(Protocol):
+    """Where measurements go."""
+
+    def observe_step(self, num_tokens: int, num_sequences: int, compute_s: float) -> None: ...
+
+    def observe_queue(self, seconds: float) -> None: ...
+
+    def rank_restarted(self) -> None: ...
+
+
+class ZmqClient:
+    """`await embed(request)` from any number of tasks, between `start` and `stop`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        limits: SchedulerConfig,
+        embedding_dim: int,
+        environment: Mapping[str, str],
+        observer: Observer,
+        rank_timeout_s: float = 10.0,
+        max_start_failures: int = 5,
+        log_level: str = "info",
+    ) -> None:
+        self._config = config
+        self._log_level = log_level
+        self._observer = observer
+        self._endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
+        self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
+        self._ledger = Ledger(
+            embedding_dim=embedding_dim,
+            max_slice_tokens=limits.max_num_batched_tokens,
+            max_slice_sequences=limits.max_num_seqs,
+        )
+        self._supervisor = RankSupervisor(
+            self._launch,
+            recorder_capacity=limits.max_num_seqs,
+            rank_timeout_s=rank_timeout_s,
+            max_start_failures=max_start_failures,
+            on_loaded=self._on_loaded,
+            on_lost=self._on_lost,
+        )
+        self._serving: Rank | None = None
+        self._futures: dict[Entry, asyncio.Future[Vectors]] = {}
+        self._probes: dict[int, asyncio.Future[bool]] = {}
+        self._num_probes = 0
+        self._throughput = Throughput(half_life_s=THROUGHPUT_HALF_LIFE_S)
+        self._receiver: asyncio.Task[None] | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self.last_forward_s: float | None = None
+        self.model_info: dict[str, Any] | None = None
+
+    def launch_now(self) -> None:
+        """Begin to load the model before the event loop runs."""
+        self._supervisor.launch_now()
+
+    async def start(self) -> None:
+        self._context = zmq.asyncio.Context()
+        socket = self._socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):  # the queue is bounded by admission, in tokens
+            socket.setsockopt(option, 0)
+        socket.bind(self._endpoint)
+        self._receiver = asyncio.create_task(self._receive(socket), name="rank-messages")
+        self._supervisor.start()
+
+    async def stop(self) -> None:
+        """End the rank; requests still open get an `UnavailableError`."""
+        if self._serving is not None:
+            self._send(self._serving, Stop())
+        await self._supervisor.stop()
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(UnavailableError("the server has shut down"))
+        if self._context is not None and self._socket is not None:
+            self._socket.close()
+            self._context.term()
+
+    async def embed(self, request: PoolingRequest) -> Vectors:
+        """The vectors [N, D] of a request. Raises `NobiruError`; cancelling the caller aborts the work."""
+        entry = self._ledger.open(request, time.monotonic())
+        future: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
+        self._futures[entry] = future
+        self._send_slices()
+        try:
+            return await future
+        finally:
+            del self._futures[entry]
+            self._abort(entry)
+
+    async def probe(self, timeout_s: float) -> bool:
+        """Whether a forward pass ends within `timeout_s` from now."""
+        rank = self._serving
+        if rank is None:
+            return False
+        self._num_probes += 1
+        nonce = self._num_probes
+        future = self._probes[nonce] = asyncio.get_running_loop().create_future()
+        self._send(rank, Probe(nonce=nonce))
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            del self._probes[nonce]
+
+    @property
+    def has_working_rank(self) -> bool:
+        return self._serving is not None
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of all requests without an answer yet."""
+        return self._ledger.num_tokens
+
+    @property
+    def queued_requests(self) -> int:
+        return len(self._ledger.entries)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Recent tokens per second of computing; None before the first step."""
+        return self._throughput.tokens_per_s
+
+    @property
+    def failed(self) -> asyncio.Future[str]:
+        """Resolves with the cause when no rank can be brought up any more."""
+        assert self._supervisor.failed is not None, "start() comes first"
+        return self._supervisor.failed
+
+    def status(self) -> dict[str, Any]:
+        """The shape of `GET /elastic/status`."""
+        rank = self._supervisor.rank
+        ranks = [] if rank is None else [{"rank_id": rank.rank_id, "pid": rank.process.pid, "state": rank.state}]
+        return {"epoch": self._supervisor.num_restarts, "ranks": ranks}
+
+    # ---- ranks ------------------------------------------------------------------------------------------------------
+
+    def _launch(self, rank_id: str, recorder: FlightRecorder) -> RankProcess:
+        spec = RankSpec(
+            rank_id=rank_id,
+            endpoint=self._endpoint,
+            recorder_fd=recorder.fd,
+            engine=self._config,
+            log_level=self._log_level,
+        )
+        return self._launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd])
+
+    def _on_loaded(self, rank: Rank, message: Loaded) -> None:
+        self.model_info = dict(message.info)
+        self._serving = rank
+        self.last_forward_s = time.monotonic()  # loading ends with a warm-up pass
+        self._send_slices()
+
+    def _on_lost(self, rank: Rank, executing: Sequence[int]) -> None:
+        if self._serving is rank:
+            self._serving = None
+        self._observer.rank_restarted()
+        for entry in self._ledger.rank_lost(rank.rank_id, executing):
+            self._resolve(entry)
+        for future in self._probes.values():
+            if not future.done():
+                future.set_result(False)
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            identity, payload = await socket.recv_multipart()
+            rank = self._supervisor.rank
+            if rank is not None and rank.rank_id.encode() == identity:
+                self._handle(rank, messages.decode_from_rank(payload))
+
+    def _handle(self, rank: Rank, message: messages.FromRank) -> None:
+        match message:
+            case StepDone():
+                self._step_done(rank, message)
+            case ProbeDone():
+                self.last_forward_s = time.monotonic()
+                if (future := self._probes.get(message.nonce)) is not None and not future.done():
+                    future.set_result(True)
+            case Loaded():
+                self._supervisor.loaded(rank, message)
+            case StartFailed() | Crashed():
+                self._supervisor.says_why(rank, message)
+
+    def _step_done(self, rank: Rank, done: StepDone) -> None:
+        rank.has_worked = True
+        self.last_forward_s = time.monotonic()
+        for entry in self._ledger.apply(done):
+            self._resolve(entry)
+        self._send_slices()
+        self._throughput.add(done.num_tokens, done.compute_s)
+        self._observer.observe_step(done.num_tokens, done.num_sequences, done.compute_s)
+        for seconds in done.queue_s:
+            self._observer.observe_queue(seconds)
+
+    def _resolve(self, entry: Entry) -> None:
+        future = self._futures.get(entry)
+        if future is None or future.done():
+            return
+        if entry.error is not None:
+            future.set_exception(entry.error)
+        else:
+            future.set_result(entry.vectors)
+
+    def _send_slices(self) -> None:
+        rank = self._serving
+        if rank is None:
+            return
+        now_s = time.monotonic()
+        for piece in self._ledger.unsent():
+            self._ledger.sent(piece, rank.rank_id)
+            self._send(rank, piece.message(now_s))
+
+    def _abort(self, entry: Entry) -> None:
+        """Whoever waited is gone; nothing to do when all results had arrived."""
+        for rank_id, slice_ids in self._ledger.cancel(entry).items():
+            if self._serving is not None and self._serving.rank_id == rank_id:
+                self._send(self._serving, Abort(slice_ids=slice_ids))
+
+    def _send(self, rank: Rank, message: messages.ToRank) -> None:
+        assert self._socket is not None
+        sent = self._socket.send_multipart([rank.rank_id.encode(), messages.encode(message)])
+        asyncio.ensure_future(sent).add_done_callback(_log_unreachable)
+
+
+class Throughput:
+    """Tokens per second of computing, the recent past weighing most."""
+
+    def __init__(self, *, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, num_tokens: int, compute_s: float) -> None:
+        decay = 0.5 ** (compute_s / self._half_life_s)
+        self._tokens = self._tokens * decay + num_tokens
+        self._seconds = self._seconds * decay + compute_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
+
+def _log_unreachable(future: asyncio.Future[Any]) -> None:
+    """A rank that died a moment ago cannot be reached; its death is noticed, and what it held runs again."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.info("a message to a rank was not delivered: %s", error)

@@ -1,0 +1,28 @@
+"""The limits of a step, from the engine's options and the model folder.
+
+Pure, so that the HTTP process and the rank come to the same numbers.
+"""
+
+from __future__ import annotations
+
+from nobiru.config import EngineConfig, SchedulerConfig
+from nobiru.errors import ConfigError
+from nobiru.folder.spec import ModelFolder
+
+DEFAULT_TOKEN_BUDGET = 2048
+
+
+def scheduler_config(config: EngineConfig, folder: ModelFolder) -> SchedulerConfig:
+    """The scheduler's limits; `ConfigError` when the longest text would not fit into a step."""
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        budget = max(DEFAULT_TOKEN_BUDGET, folder.max_model_len)
+    if budget < folder.max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens is {budget}, but a text may have {folder.max_model_len} tokens (max_model_len) "
+            f"and must fit into one step; raise the first or lower the second",
+            param="max_num_batched_tokens",
+        )
+    return SchedulerConfig(
+        max_num_batched_tokens=budget, max_num_seqs=config.max_num_seqs, policy=config.scheduling_policy
+    )

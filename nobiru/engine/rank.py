@@ -1,0 +1,223 @@
+"""A rank process: receives slices, steps its engine core, sends results.
+
+Owns the process' life: it starts from a description on standard input, beats its heart into the flight recorder, and
+ends when it is told to or when standard input closes, which the kernel does when the parent dies however it dies.
+Interrupts and SIGTERM are ignored: they reach the whole process group, and the parent decides when a rank ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+import numpy as np
+import zmq
+
+from nobiru import env
+from nobiru.engine import messages
+from nobiru.engine.core import EngineCore, StepOutput
+from nobiru.engine.messages import Abort, Add, Crashed, Failure, Loaded, Probe, ProbeDone, StartFailed, StepDone, Stop
+from nobiru.engine.rank_spec import RankSpec
+from nobiru.engine.recorder import FlightRecorder
+from nobiru.errors import ConfigError, ModelFolderError, NobiruError
+from nobiru.request import SequenceInput
+from nobiru.runner.faults import parse_faults
+from nobiru.scheduler import Plan, Sequence
+
+HEARTBEAT_S = 0.25
+IDLE_POLL_MS = 1000
+
+logger = logging.getLogger(__name__)
+
+
+class RankServer:
+    """Moves messages between the socket and the core, a step at a time."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], recorder: FlightRecorder) -> None:
+        self._core = core
+        self._socket = socket
+        self._recorder = recorder
+        self._slices: dict[int, range] = {}
+        self._probes: list[int] = []
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until a `Stop`. What queued up during a step becomes the next batch."""
+        while not self._stopping:
+            self._receive_all()
+            output = self._core.step()
+            if output is not None:
+                self._send_results(output)
+                self._recorder.step_ends()
+            self._answer_probes(forward_pass_done=output is not None)
+
+    def _receive_all(self) -> None:
+        timeout_ms = 0 if self._core.has_work else IDLE_POLL_MS
+        while self._socket.poll(timeout_ms):
+            self._handle(messages.decode_to_rank(self._socket.recv()))
+            timeout_ms = 0
+
+    def _handle(self, message: messages.ToRank) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                for slice_id in message.slice_ids:
+                    self._core.abort(self._slices.pop(slice_id, ()))
+            case Probe():
+                self._probes.append(message.nonce)
+            case Stop():
+                self._stopping = True
+
+    def _add(self, add: Add) -> None:
+        lengths = np.frombuffer(add.lengths, dtype="<i4")
+        ends = np.cumsum(lengths).tolist()
+        token_ids = np.frombuffer(add.token_ids, dtype="<i4")
+        arrival_s = time.monotonic() - add.age_s
+        self._slices[add.slice_id] = range(add.first_seq_id, add.first_seq_id + len(ends))
+        sequences, begin = [], 0
+        for seq_id, end in zip(self._slices[add.slice_id], ends, strict=True):
+            payload = SequenceInput(
+                token_ids=token_ids[begin:end],
+                dimensions=add.dimensions,
+                normalize=add.normalize,
+                num_skipped_tokens=add.num_skipped_tokens,
+            )
+            sequences.append(
+                Sequence(
+                    seq_id=seq_id,
+                    num_tokens=end - begin,
+                    arrival=add.arrival,
+                    arrival_s=arrival_s,
+                    priority=add.priority,
+                    alone=add.alone,
+                    payload=payload,
+                )
+            )
+            begin = end
+        self._core.add(sequences)
+
+    def _send_results(self, output: StepOutput) -> None:
+        failures = [
+            Failure(index=index, message=outcome.message, code=outcome.code)
+            for index, outcome in enumerate(output.outcomes)
+            if isinstance(outcome, NobiruError)
+        ]
+        vectors = [np.empty(0, np.float32) if isinstance(each, NobiruError) else each for each in output.outcomes]
+        seq_ids = [sequence.seq_id for sequence in output.sequences]
+        done = StepDone(
+            seq_ids=np.array(seq_ids, dtype="<i8").tobytes(),
+            vector_sizes=np.array([vector.size for vector in vectors], dtype="<i4").tobytes(),
+            vectors=np.concatenate(vectors).astype("<f4", copy=False).tobytes() if vectors else b"",
+            failures=failures,
+            queue_s=output.queue_s,
+            num_sequences=output.num_sequences,
+            num_tokens=output.num_tokens,
+            compute_s=output.compute_s,
+        )
+        self._socket.send(messages.encode(done))
+        self._forget_slices(seq_ids)
+
+    def _forget_slices(self, seq_ids: list[int]) -> None:
+        """Drop slices whose last sequence is done; partial ones stay for a possible abort."""
+        if len(self._slices) > 4096 or not self._core.has_work:
+            self._slices = {
+                slice_id: ids
+                for slice_id, ids in self._slices.items()
+                if any(seq_id in self._core.scheduler.waiting for seq_id in ids)
+            }
+
+    def _answer_probes(self, *, forward_pass_done: bool) -> None:
+        """A step that just ended proves as much as a pass of the probe's own."""
+        if not self._probes:
+            return
+        if not forward_pass_done:
+            self._core.executor.execute(probe_plan())
+        for nonce in self._probes:
+            self._socket.send(messages.encode(ProbeDone(nonce=nonce)))
+        self._probes.clear()
+
+
+def probe_plan() -> Plan:
+    """The smallest forward pass: one sequence of one token."""
+    payload = SequenceInput(token_ids=np.zeros(1, np.int32))
+    sequence = Sequence(seq_id=-1, num_tokens=1, arrival=-1, arrival_s=0.0, payload=payload)
+    return Plan(sequences=(sequence,), num_tokens=1)
+
+
+def main() -> None:
+    """The process' entry point."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSpec)
+    logging.basicConfig(level=spec.log_level.upper(), format=f"{spec.rank_id} %(levelname)s %(message)s")
+    recorder = FlightRecorder.attach(spec.recorder_fd)
+    _in_background("parent-watch", _end_with_parent)
+    _in_background("heartbeat", lambda: _beat(recorder))
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, spec.rank_id.encode())
+    socket.setsockopt(zmq.LINGER, 2000)
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)
+    socket.connect(spec.endpoint)
+    exit_code = _serve(spec, socket, recorder)
+    socket.close()
+    context.term()
+    sys.stderr.flush()
+    os._exit(exit_code)  # device libraries' exit handlers can hang; nothing is left to save
+
+
+def _serve(spec: RankSpec, socket: zmq.Socket[bytes], recorder: FlightRecorder) -> int:
+    """Load, say so, serve; the exit code."""
+    try:
+        _injected_start_fault(spec.rank_id)
+        from nobiru.engine.build import build_engine  # torch, after the process has said that it lives
+
+        engine = build_engine(
+            spec.engine, on_plan=lambda plan: recorder.step_begins([each.seq_id for each in plan.sequences])
+        )
+    except Exception as error:
+        permanent = isinstance(error, ConfigError | ModelFolderError)
+        if not permanent:
+            logger.exception("the rank cannot start")
+        message = str(error) if permanent else f"{type(error).__name__}: {error}"
+        socket.send(messages.encode(StartFailed(message=message, permanent=permanent)))
+        return 1
+    socket.send(messages.encode(Loaded(embedding_dim=engine.folder.embedding_dim, info=engine.info)))
+    try:
+        RankServer(engine.core, socket, recorder).run()
+    except Exception as error:
+        logger.exception("the rank ends")
+        socket.send(messages.encode(Crashed(message=f"{type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+def _injected_start_fault(rank_id: str) -> None:
+    faults = parse_faults(env.fault_injection() or "")
+    if int(rank_id.removeprefix("r")) < faults.get("fail_at_start", 0):
+        raise RuntimeError("fault injection: this rank does not start")
+
+
+def _in_background(name: str, target: object) -> None:
+    assert callable(target)
+    threading.Thread(target=target, name=name, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # os.read, because a blocked read of the buffered object would hold its lock at exit.
+    while os.read(0, 4096):
+        continue
+    os._exit(3)
+
+
+def _beat(recorder: FlightRecorder) -> None:
+    while True:
+        recorder.beat()
+        time.sleep(HEARTBEAT_S)

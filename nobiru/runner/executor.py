@@ -1,0 +1,84 @@
+"""Runs a plan, and keeps the failure of one sequence from becoming the failure of its neighbours.
+
+Owns retries inside a step. Knows nothing of queues or clients: it maps a plan to one outcome per sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from nobiru.errors import InferenceError, NobiruError
+from nobiru.request import SequenceInput, Vectors
+from nobiru.scheduler.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+Outcome = Vectors | NobiruError
+
+
+class Runner(Protocol):
+    """What turns sequences into vectors, in order; raises when any of them fails."""
+
+    def run(self, sequences: Sequence[SequenceInput]) -> list[Vectors]: ...
+
+
+class Executor:
+    """`execute(plan)` gives one vector [D] or one error for each sequence.
+
+    A batch that raises is run again in halves until the sequence at fault fails by itself. Out-of-memory is treated the
+    same way, after `free_memory`: half the batch may fit. Errors that `is_fatal` recognizes (a device that cannot go
+    on) are raised: the rank has to end.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        is_fatal: Callable[[Exception], bool] = lambda error: False,
+        is_out_of_memory: Callable[[Exception], bool] = lambda error: isinstance(error, MemoryError),
+        free_memory: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runner = runner
+        self._is_fatal = is_fatal
+        self._is_out_of_memory = is_out_of_memory
+        self._free_memory = free_memory
+
+    def execute(self, plan: Plan) -> list[Outcome]:
+        inputs = []
+        for sequence in plan.sequences:
+            assert isinstance(sequence.payload, SequenceInput)
+            inputs.append(sequence.payload)
+        return self._run(inputs)
+
+    def _run(self, inputs: list[SequenceInput]) -> list[Outcome]:
+        try:
+            vectors = self._runner.run(inputs)
+        except Exception as error:
+            if self._is_fatal(error):
+                raise
+            return self._run_in_halves(inputs, error)
+        return [self._checked(vector, each) for vector, each in zip(vectors, inputs, strict=True)]
+
+    def _run_in_halves(self, inputs: list[SequenceInput], error: Exception) -> list[Outcome]:
+        num_tokens = sum(each.token_ids.size for each in inputs)
+        if self._is_out_of_memory(error):
+            logger.warning("out of memory with %d sequences, %d tokens", len(inputs), num_tokens)
+            self._free_memory()
+            if len(inputs) == 1:
+                return [InferenceError(f"out of memory with {num_tokens} tokens", code="out_of_memory")]
+        elif len(inputs) == 1:
+            logger.error("inference failed for one sequence of %d tokens", num_tokens, exc_info=error)
+            return [InferenceError(f"the model failed on this input of {num_tokens} tokens: {type(error).__name__}")]
+        middle = len(inputs) // 2
+        return self._run(inputs[:middle]) + self._run(inputs[middle:])
+
+    def _checked(self, vector: Vectors, sequence: SequenceInput) -> Outcome:
+        # The sum is finite unless some value is not (or values are near the end of float32's range).
+        if not np.isfinite(vector.sum()) and not np.isfinite(vector).all():
+            num_tokens = sequence.token_ids.size
+            return InferenceError(f"the model gave values that are not finite for this input of {num_tokens} tokens")
+        return vector
