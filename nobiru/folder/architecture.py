@@ -1,0 +1,156 @@
+"""What `config.json` says about the encoder: sizes, how many positions it has, and whether it can be served at all.
+
+Owns the names that architectures use for the same number. Imports nothing of transformers: whether an installed
+version knows an architecture is answered by looking for its folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nobiru.errors import ModelFolderError
+from nobiru.folder.files import read_object, typed
+
+_HIDDEN_SIZE_NAMES = ("hidden_size", "dim", "d_model", "n_embd", "emb_dim")
+_VOCAB_SIZE_NAMES = ("vocab_size", "n_words", "n_token")
+_POSITIONS_NAMES = ("max_position_embeddings", "n_positions")
+# Absolute positions that start behind the padding index, as RoBERTa has them.
+# fmt: off
+_OFFSET_POSITIONS = frozenset({
+    "camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})
+# fmt: on
+_DEFAULT_PADDING_INDEX = 1
+_FIXED_PADDING_INDEX = frozenset({"mpnet"})  # whatever pad_token_id says
+_DEFAULT_POSITIONS = dict.fromkeys(("bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"), 512)
+# One of these keys, or position_embedding_type, tells positions that are computed and not looked up in a table.
+# fmt: off
+_COMPUTED_POSITION_KEYS = frozenset({
+    "alibi_starting_size", "global_rope_theta", "rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base",
+    "rotary_emb_fraction",
+})
+# fmt: on
+_COMPUTED_POSITION_TYPES = frozenset({"alibi", "rope", "rotary"})
+_RELATIVE_POSITIONS = frozenset({"longt5", "mt5", "switch_transformers", "t5", "umt5", "xlnet"})
+# fmt: off
+_DECODERS = frozenset({
+    "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral", "modernbert-decoder",
+    "mpt", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3",
+    "stablelm", "starcoder2",
+})
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """`max_position_embeddings` is the config's number, `num_positions` how many tokens the position table can take.
+
+    Both are None where there is no such number; rotary and relative positions have no table.
+    """
+
+    config: Mapping[str, Any]
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int | None
+    num_positions: int | None
+
+
+def read_architecture(path: Path) -> Architecture:
+    """The encoder in the Transformer's folder `path`; refuses adapters, remote code and decoders."""
+    if (adapter := path / "adapter_config.json").exists():
+        raise ModelFolderError(
+            f"{adapter} makes this an adapter, which cannot be served by itself. Merge it into its base model first: "
+            "model.transformers_model.merge_and_unload() and model.save_pretrained(FOLDER)"
+        )
+    file = path / "config.json"
+    config = read_object(file)
+    model_type = typed(config, "model_type", str, file)
+    _refuse_remote_code(config, model_type, file)
+    _refuse_decoders(config, model_type, file)
+    positions = _number(config, _POSITIONS_NAMES, file)
+    if positions is None:
+        positions = _DEFAULT_POSITIONS.get(model_type)
+    return Architecture(
+        config=config,
+        model_type=model_type,
+        hidden_size=_required(config, _HIDDEN_SIZE_NAMES, file),
+        vocab_size=_required(config, _VOCAB_SIZE_NAMES, file),
+        max_position_embeddings=positions,
+        num_positions=_num_positions(config, model_type, positions),
+    )
+
+
+def _num_positions(config: Mapping[str, Any], model_type: str, positions: int | None) -> int | None:
+    if positions is None or model_type in _RELATIVE_POSITIONS or not _COMPUTED_POSITION_KEYS.isdisjoint(config):
+        return None
+    if config.get("position_embedding_type") in _COMPUTED_POSITION_TYPES:
+        return None
+    if model_type in {"deberta", "deberta-v2"} and config.get("position_biased_input") is False:
+        return None
+    if model_type not in _OFFSET_POSITIONS:
+        return positions
+    padding_index = config.get("pad_token_id")
+    if not isinstance(padding_index, int) or model_type in _FIXED_PADDING_INDEX:
+        padding_index = _DEFAULT_PADDING_INDEX
+    return positions - padding_index - 1
+
+
+def _refuse_remote_code(config: Mapping[str, Any], model_type: str, file: Path) -> None:
+    """Code in the folder (`auto_map`) is not needed for an architecture that transformers knows by now."""
+    if config.get("auto_map") and not _known_to_transformers(model_type):
+        raise ModelFolderError(
+            f"{file}: field 'auto_map' says that the architecture {model_type!r} needs code from the model's folder. "
+            "nobiru runs no code from model folders, and the installed transformers has no such architecture"
+        )
+
+
+def _known_to_transformers(model_type: str) -> bool:
+    package = importlib.util.find_spec("transformers")
+    places = package.submodule_search_locations if package is not None else None
+    module_name = model_type.replace("-", "_")
+    return module_name.isidentifier() and any((Path(place) / "models" / module_name).is_dir() for place in places or ())
+
+
+def _refuse_decoders(config: Mapping[str, Any], model_type: str, file: Path) -> None:
+    if config.get("use_bidirectional_attention") is True or config.get("is_causal") is False:
+        return
+    architectures = config.get("architectures") or [""]
+    first = architectures[0] if isinstance(architectures, list) else ""
+    reason = ""
+    if config.get("is_decoder") is True:
+        reason = "field 'is_decoder' is true"
+    elif model_type in _DECODERS:
+        reason = f"field 'model_type' is {model_type!r}"
+    elif isinstance(first, str) and first.endswith(("ForCausalLM", "LMHeadModel")):
+        reason = f"field 'architectures' begins with {first!r}"
+    if reason:
+        raise ModelFolderError(
+            f"{file}: {reason}, a decoder with causal attention. This version serves encoders only (BERT, RoBERTa, "
+            "XLM-RoBERTa, DistilBERT, MPNet, ModernBERT and others)"
+        )
+
+
+def _required(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:
+    number = _number(config, names, file)
+    if number is None:
+        raise ModelFolderError(f"{file}: field {names[0]!r} is missing")
+    return number
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int | None:
+    """The first of `names` that is set; -1 says that there is no limit (XLNet)."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+            raise ModelFolderError(f"{file}: field {name!r} is {value!r}; a positive integer is expected")
+        return None if value == -1 else value
+    return None
