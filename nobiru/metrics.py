@@ -1,0 +1,96 @@
+"""What the server measures about itself, in Prometheus' terms.
+
+Owns names, units and buckets of every metric, in a registry of its own. Knows nothing of HTTP or of the engine: each
+calls the method that says what happened.
+"""
+
+from __future__ import annotations
+
+import math
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+SECONDS_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, math.inf),
+)
+TOKENS_BUCKETS = (*(2.0**n for n in range(4, 16)), math.inf)
+SEQUENCES_BUCKETS = (*(2.0**n for n in range(11)), math.inf)
+
+
+class Metrics:
+    """One server's metrics. All methods are cheap: they are called once a request or once a step."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._requests = self._counter("requests", "HTTP requests answered; 499: the client left", "route", "status")
+        self._rejections = self._counter("rejections", "Requests refused, by the code of the error", "reason")
+        self._rank_restarts = self._counter("rank_restarts", "Rank processes started again")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of executed steps")
+        self._sequences = self._counter("sequences", "Sequences of executed steps")
+        self._request_s = self._histogram("request_seconds", "End to end, as the server sees it", ("route",))
+        self._tokenize_s = self._histogram("tokenize_seconds", "Waiting for and doing a request's tokenization")
+        self._queue_s = self._histogram("queue_seconds", "From arrival to the first step")
+        self._compute_s = self._histogram("compute_seconds", "One step on the device")
+        self._batch_tokens = self._histogram("batch_tokens", "Tokens in a step", buckets=TOKENS_BUCKETS)
+        self._batch_sequences = self._histogram("batch_sequences", "Sequences in a step", buckets=SEQUENCES_BUCKETS)
+        self._queued_requests = self._gauge("queued_requests", "Requests accepted and not yet answered by the engine")
+        self._queued_tokens = self._gauge("queued_tokens", "Their tokens that have not been computed")
+        self._estimated_wait_s = self._gauge("estimated_wait_seconds", "Queued tokens by measured tokens per second")
+        self._bound_requests: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+
+    def observe_request(self, route: str, status: int, seconds: float) -> None:
+        """An answer was sent; `route` is a path as registered, never what a client wrote."""
+        bound = self._bound_requests.get((route, status))
+        if bound is None:
+            bound = self._requests.labels(route=route, status=str(status)), self._request_s.labels(route=route)
+            self._bound_requests[route, status] = bound
+        bound[0].inc()
+        bound[1].observe(seconds)
+
+    def observe_tokenize(self, seconds: float) -> None:
+        """One request's texts became token ids."""
+        self._tokenize_s.observe(seconds)
+
+    def observe_queue(self, seconds: float) -> None:
+        """A sequence waited this long for its step."""
+        self._queue_s.observe(seconds)
+
+    def observe_step(self, num_tokens: int, num_sequences: int, compute_s: float) -> None:
+        """A rank executed a step."""
+        self._prompt_tokens.inc(num_tokens)
+        self._sequences.inc(num_sequences)
+        self._batch_tokens.observe(num_tokens)
+        self._batch_sequences.observe(num_sequences)
+        self._compute_s.observe(compute_s)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused."""
+        self._rejections.labels(reason=reason).inc()
+
+    def rank_restarted(self) -> None:
+        """A rank process was started again."""
+        self._rank_restarts.inc()
+
+    def set_queue(self, *, num_requests: int, num_tokens: int, estimated_wait_s: float) -> None:
+        """The queue as it is now."""
+        self._queued_requests.set(num_requests)
+        self._queued_tokens.set(num_tokens)
+        self._estimated_wait_s.set(estimated_wait_s)
+
+    def render(self) -> tuple[bytes, str]:
+        """All metrics as text, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"nobiru_{name}", help_text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"nobiru_{name}", help_text, registry=self.registry)
+
+    def _histogram(
+        self, name: str, help_text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = SECONDS_BUCKETS
+    ) -> Histogram:
+        return Histogram(f"nobiru_{name}", help_text, labels, registry=self.registry, buckets=buckets)

@@ -1,0 +1,42 @@
+"""What the routes share: options, the model's description, and the neighbours that do the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nobiru.config import SchedulingPolicy, ServerConfig
+from nobiru.errors import NotFoundError
+from nobiru.folder.spec import ModelFolder
+from nobiru.metrics import Metrics
+from nobiru.serving.admission import Admission
+from nobiru.serving.protocols import Engine, Pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """One server's parts. `folder.max_model_len` and `embedding_dim` are the limits clients are told."""
+
+    config: ServerConfig
+    scheduling_policy: SchedulingPolicy
+    folder: ModelFolder
+    pool: Pool
+    client: Engine
+    metrics: Metrics
+    admission: Admission
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.config.served_model_names or (self.folder.name,)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises `NotFoundError` for a name that is not served."""
+        names = self.model_names
+        if name is None:
+            return names[0]
+        if name not in names:
+            raise NotFoundError(
+                f"the model {name[:200]!r} is not served here; available: {', '.join(names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
