@@ -1,0 +1,13 @@
+"""The model that ranks serve in these tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_models import make
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("bert-mean-normalize", tmp_path_factory.mktemp("model"))

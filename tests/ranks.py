@@ -1,0 +1,88 @@
+"""Helpers for tests of real rank processes behind the real client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from nobiru.config import EngineConfig
+from nobiru.engine.client import ZmqClient
+from nobiru.engine.limits import scheduler_config
+from nobiru.folder.read import read_folder
+from nobiru.request import EncodedPrompts, PoolingRequest
+
+
+@dataclass
+class Steps:
+    """What the client measured."""
+
+    num_restarts: int = 0
+    batches: list[int] = field(default_factory=list)
+
+    def observe_step(self, num_tokens: int, num_sequences: int, compute_s: float) -> None:
+        self.batches.append(num_sequences)
+
+    def observe_queue(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def rank_restarted(self) -> None:
+        self.num_restarts += 1
+
+
+@asynccontextmanager
+async def running(
+    model: Path, *, faults: str = "", rank_timeout_s: float = 10.0, max_start_failures: int = 5
+) -> AsyncIterator[ZmqClient]:
+    """A started client; its rank ends with the block."""
+    config = EngineConfig(model=str(model), num_threads=1, dtype="float32")
+    folder = read_folder(model)
+    client = ZmqClient(
+        config,
+        limits=scheduler_config(config, folder),
+        embedding_dim=folder.embedding_dim,
+        environment={**os.environ, "NOBIRU_FAULT_INJECTION": faults},
+        observer=Steps(),
+        rank_timeout_s=rank_timeout_s,
+        max_start_failures=max_start_failures,
+    )
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+def request(*sequences: list[int], priority: int = 0) -> PoolingRequest:
+    """A request of token id lists."""
+    return PoolingRequest(
+        request_id="test",
+        prompts=EncodedPrompts(
+            token_ids=np.concatenate([np.array(each, dtype=np.int32) for each in sequences]),
+            lengths=np.array([len(each) for each in sequences], dtype=np.int32),
+            truncated=np.zeros(len(sequences), dtype=np.bool_),
+        ),
+        priority=priority,
+    )
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait for a condition, at most `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        await asyncio.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
