@@ -83,6 +83,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         _choice("log_format", self.log_format, ("text", "json"))
+        _choice("log_level", self.log_level.lower(), ("debug", "info", "warning", "error", "critical"))
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -102,6 +102,11 @@ def fault_injection() -> str | None:
     return os.environ.get(FAULT_INJECTION) or None
 
 
+def inherited() -> dict[str, str]:
+    """The whole environment, for a process to be started."""
+    return dict(os.environ)
+
+
 def _is_service_link(variable: str, text: str) -> bool:
     if _SERVICE_LINK_NAME.fullmatch(variable):
         return True

@@ -1,0 +1,239 @@
+"""Options as the command line and the environment name them, and how they become the fields of a config.
+
+Owns names and help texts. Defaults and bounds belong to `nobiru.config`; an option not given is None here, and its
+default is only shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+import typer
+
+from nobiru import env
+from nobiru.cli.rows import FORMATS
+from nobiru.config import EngineConfig, ServerConfig
+
+MODEL, BATCHING, HTTP, LIMITS, LOGS = "Model", "Batching", "HTTP", "Limits", "Logs"
+DEFAULT_BATCH_ROWS = 512
+INPUT, OUTPUT, VECTORS = "Input", "Output", "Vectors"
+
+Config = type[EngineConfig] | type[ServerConfig]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigOption:
+    """The option `--name` (`NOBIRU_NAME`) that sets `field` of `config`."""
+
+    name: str
+    config: Config
+    field: str
+    secret: bool = False
+
+    def for_environment(self) -> env.Option:
+        kind: Any = get_type_hints(self.config)[self.field]
+        without_none = [each for each in get_args(kind) if each is not type(None)]
+        if type(None) in get_args(kind) and len(without_none) == 1:
+            kind = without_none[0]
+        return env.Option(name=self.name, type=kind, check=self._check, secret=self.secret)
+
+    def _check(self, value: object) -> None:
+        required: dict[str, Any] = {"model": "-"} if self.config is EngineConfig else {}
+        self.config(**{**required, self.field: value})
+
+
+def _same_name(config: Config, *names: str) -> tuple[ConfigOption, ...]:
+    return tuple(ConfigOption(name=name, config=config, field=name) for name in names)
+
+
+ENGINE_OPTIONS = _same_name(
+    EngineConfig,
+    "model",
+    "dtype",
+    "device",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "scheduling_policy",
+    "num_threads",
+)
+SERVER_OPTIONS = (
+    *_same_name(ServerConfig, "host", "port", "max_body_bytes", "auto_truncate", "max_queued_tokens"),
+    *_same_name(ServerConfig, "rank_timeout_s", "access_log", "log_format", "log_level"),
+    ConfigOption(name="served_model_name", config=ServerConfig, field="served_model_names"),
+    ConfigOption(name="api_key", config=ServerConfig, field="api_keys", secret=True),
+    ConfigOption(name="shutdown_timeout", config=ServerConfig, field="shutdown_timeout_s"),
+)
+SERVE_OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS)
+EMBED_OPTIONS = tuple(
+    env.Option(name=name, type=kind)
+    for name, kind in {
+        "format": str,
+        "text_column": str,
+        "id_column": str,
+        "skip_bad_rows": bool,
+        "output": str,
+        "overwrite": bool,
+        "batch_rows": int,
+        "prompt_name": str,
+        "prompt": str,
+        "dimensions": int,
+        "normalize": bool,
+    }.items()
+)
+
+
+def fields_of(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, by option name, that set fields of `config`, by field name; lists as tuples."""
+    fields = {option.name: option.field for option in SERVE_OPTIONS if option.config is config}
+    return {
+        fields[name]: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in fields and value is not None
+    }
+
+
+def with_environment(
+    explicit: Mapping[str, Any], options: Iterable[ConfigOption | env.Option]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Explicit options completed by the environment's, and warnings about variables that cannot be used."""
+    wanted = [option.for_environment() if isinstance(option, ConfigOption) else option for option in options]
+    everything = [*(option.name for option in SERVE_OPTIONS), *(option.name for option in EMBED_OPTIONS)]
+    found = env.read_options(wanted, other_names=everything)
+    # Typer gives an empty list for a repeatable option that is absent.
+    given = {name: None if value == [] else value for name, value in explicit.items()}
+    return env.resolve(given, found.values), found.warnings
+
+
+def warn(message: str, *, as_json: bool = False) -> None:
+    """One line for the user on standard error."""
+    line = msgspec.json.encode({"level": "warning", "message": message}).decode() if as_json else f"nobiru: {message}"
+    print(line, file=sys.stderr, flush=True)
+
+
+def _default(config: Config, field: str) -> str:
+    names, defaults = config.__struct_fields__, config.__struct_defaults__
+    value = defaults[names.index(field) - len(names) + len(defaults)]
+    return f"{value:,g}" if isinstance(value, float) else str(value)
+
+
+def _option(panel: str, help_text: str, default: str, *flags: str) -> Any:
+    return typer.Option(*flags, help=f"{help_text} Default: {default}.", rich_help_panel=panel)
+
+
+def _engine(field: str) -> str:
+    return _default(EngineConfig, field)
+
+
+def _server(field: str) -> str:
+    return _default(ServerConfig, field)
+
+
+# ---- options of both commands ----------------------------------------------------------------------------------------
+
+MODEL_HELP = "A model folder, or a name in the local cache or on the hub."
+MODEL_DEFAULT = "the packaged all-MiniLM-L6-v2"
+
+Dtype = Annotated[
+    str | None,
+    _option(
+        MODEL,
+        "auto, float32, bfloat16, float16. auto: bfloat16 where the device computes it fast, else float32.",
+        "auto",
+    ),
+]
+Device = Annotated[str | None, _option(MODEL, "auto, cpu or cuda.", "auto")]
+MaxModelLen = Annotated[int | None, _option(MODEL, "Longest text in tokens.", "the model's limit")]
+NumThreads = Annotated[
+    int | None, _option(MODEL, "Threads of the arithmetic on a CPU.", "one per core, within container limits")
+]
+MaxNumBatchedTokens = Annotated[int | None, _option(BATCHING, "Most tokens in one batch.", "by device")]
+MaxNumSeqs = Annotated[int | None, _option(BATCHING, "Most texts in one batch.", _engine("max_num_seqs"))]
+
+# ---- options of serve ------------------------------------------------------------------------------------------------
+
+SchedulingPolicy = Annotated[
+    str | None,
+    _option(
+        BATCHING, "priority (lower values first, then by arrival) or fcfs (by arrival).", _engine("scheduling_policy")
+    ),
+]
+ServedModelName = Annotated[
+    list[str] | None, _option(HTTP, "Name in the API; repeat for aliases.", "the folder's name")
+]
+Host = Annotated[str | None, _option(HTTP, "Address to listen on; 0.0.0.0 for all.", _server("host"))]
+Port = Annotated[int | None, _option(HTTP, "Port to listen on; 0 for any free one.", _server("port"))]
+ApiKey = Annotated[
+    list[str] | None,
+    _option(
+        HTTP,
+        "Key that clients send as bearer token; repeat for several. NOBIRU_API_KEY hides it better.",
+        "no key asked",
+    ),
+]
+MaxQueuedTokens = Annotated[
+    int | None,
+    _option(LIMITS, "Refuse requests (429, Retry-After) while more tokens are queued.", _server("max_queued_tokens")),
+]
+MaxBodyBytes = Annotated[int | None, _option(LIMITS, "Largest request body.", _server("max_body_bytes"))]
+AutoTruncate = Annotated[
+    bool | None,
+    _option(
+        LIMITS,
+        "Cut texts over the limit instead of refusing them; the response says which.",
+        "no-auto-truncate",
+        "--auto-truncate/--no-auto-truncate",
+    ),
+]
+ShutdownTimeout = Annotated[
+    float | None,
+    _option(LIMITS, "Seconds that accepted requests get to end after SIGTERM.", _server("shutdown_timeout_s")),
+]
+RankTimeoutS = Annotated[
+    float | None,
+    _option(LIMITS, "Seconds of silence after which a rank process is replaced.", _server("rank_timeout_s")),
+]
+AccessLog = Annotated[bool | None, _option(LOGS, "Log every request.", "no-access-log", "--access-log/--no-access-log")]
+LogFormat = Annotated[str | None, _option(LOGS, "text or json.", _server("log_format"))]
+LogLevel = Annotated[str | None, _option(LOGS, "debug, info, warning, error, critical.", _server("log_level"))]
+
+# ---- options of embed ------------------------------------------------------------------------------------------------
+
+Output = Annotated[
+    str | None,
+    _option(OUTPUT, "jsonl, npy or parquet file to write, by suffix.", "none, must be given", "--output", "-o"),
+]
+Overwrite = Annotated[
+    bool | None,
+    _option(
+        OUTPUT,
+        "Start anew if the output exists.",
+        "continue jsonl, refuse the others",
+        "--overwrite/--no-overwrite",
+    ),
+]
+Format = Annotated[str | None, _option(INPUT, f"Format of the input: {', '.join(FORMATS)}.", "by suffix")]
+TextColumn = Annotated[str | None, _option(INPUT, "Column with the texts.", "text, else the only one with texts")]
+IdColumn = Annotated[
+    str | None, _option(INPUT, "Column with ids, written beside the vectors.", "none, rows are numbered from 0")
+]
+SkipBadRows = Annotated[
+    bool | None,
+    _option(INPUT, "Leave out rows that cannot be read.", "fail-on-bad-rows", "--skip-bad-rows/--fail-on-bad-rows"),
+]
+BatchRows = Annotated[
+    int | None, _option(BATCHING, "Rows read, embedded and written at a time.", str(DEFAULT_BATCH_ROWS))
+]
+ModelOption = Annotated[str | None, _option(MODEL, MODEL_HELP, MODEL_DEFAULT, "--model", "-m")]
+PromptName = Annotated[
+    str | None, _option(VECTORS, "One of the model's prompts, put before every text.", "the model's default")
+]
+Prompt = Annotated[str | None, _option(VECTORS, "Words put before every text; '' for none.", "as --prompt-name")]
+Dimensions = Annotated[int | None, _option(VECTORS, "Keep this many values of a vector.", "all")]
+Normalize = Annotated[
+    bool | None, _option(VECTORS, "Scale vectors to length 1.", "as the model says", "--normalize/--no-normalize")
+]
