@@ -107,6 +107,15 @@ def inherited() -> dict[str, str]:
     return dict(os.environ)
 
 
+def rank_environment(*, num_threads: int) -> dict[str, str]:
+    """The environment for a rank process: this one's, with the size of OpenMP's pool set before torch is imported.
+
+    `PASSIVE` waiting, unless the user chose otherwise: threads that spin between two operators take the time of the
+    HTTP process and the tokenizer, who share the cores.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": str(num_threads)}
+
+
 def _is_service_link(variable: str, text: str) -> bool:
     if _SERVICE_LINK_NAME.fullmatch(variable):
         return True

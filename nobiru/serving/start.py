@@ -1,0 +1,40 @@
+"""Puts a server together: folder, rank client, tokenizer, HTTP. The one place that knows all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nobiru import machine
+from nobiru.config import EngineConfig, ServerConfig
+from nobiru.engine.client import ZmqClient
+from nobiru.engine.limits import scheduler_config
+from nobiru.env import rank_environment
+from nobiru.folder.read import read_folder
+from nobiru.frontend.frontend import Frontend
+from nobiru.frontend.pool import TokenizerPool
+from nobiru.metrics import Metrics
+from nobiru.serving.server import run
+
+
+def start(server: ServerConfig, engine: EngineConfig) -> int:
+    """Serve until told to stop; the process' exit code. Raises `ConfigError` or `ModelFolderError` before it listens."""
+    folder = read_folder(Path(engine.model), max_model_len=engine.max_model_len)
+    metrics = Metrics()
+    client = ZmqClient(
+        engine,
+        limits=scheduler_config(engine, folder),
+        embedding_dim=folder.embedding_dim,
+        environment=rank_environment(num_threads=engine.num_threads or machine.default_num_threads()),
+        observer=metrics,
+        rank_timeout_s=server.rank_timeout_s,
+        max_start_failures=server.max_start_failures,
+        log_level=server.log_level,
+    )
+    return run(
+        server,
+        folder=folder,
+        client=client,
+        load_pool=lambda: TokenizerPool(Frontend(folder, auto_truncate=server.auto_truncate)),
+        metrics=metrics,
+        scheduling_policy=engine.scheduling_policy,
+    )
