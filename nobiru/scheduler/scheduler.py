@@ -12,7 +12,7 @@ reached. Three rules go beyond that:
   tokens (below that a step costs the same anyway). An interactive query then waits for the step in progress and for its
   own small step, never for a step filled up with bulk work.
 * Ageing. When the sequence that has waited longest has done so for `age_limit_s` and more urgent ones would pass it
-  again, it goes first. Every other step may serve one such sequence, so nothing starves, neither it nor those it passes.
+  again, it goes first. Every other step may serve one such sequence, so neither it starves nor those it passes.
 """
 
 from __future__ import annotations
