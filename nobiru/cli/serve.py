@@ -53,9 +53,9 @@ def serve(
     The HTTP interface describes itself at http://127.0.0.1:8000/docs once the server runs.
     """
     explicit = dict(locals())
-    from nobiru.cli.wiring import run_server  # the web framework takes a second, which --help need not wait for
+    from nobiru.serving.start import start  # the web framework takes a second, which --help need not wait for
 
-    sys.exit(run_server(*server_and_engine(explicit)))
+    sys.exit(start(*server_and_engine(explicit)))
 
 
 def server_and_engine(explicit: Mapping[str, Any]) -> tuple[ServerConfig, EngineConfig]:
