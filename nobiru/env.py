@@ -102,11 +102,6 @@ def fault_injection() -> str | None:
     return os.environ.get(FAULT_INJECTION) or None
 
 
-def inherited() -> dict[str, str]:
-    """The whole environment, for a process to be started."""
-    return dict(os.environ)
-
-
 def rank_environment(*, num_threads: int) -> dict[str, str]:
     """The environment for a rank process: this one's, with the size of OpenMP's pool set before torch is imported.
 

@@ -171,7 +171,7 @@ ApiKey = Annotated[
     list[str] | None,
     _option(
         HTTP,
-        "Key that clients send as bearer token; repeat for several. NOBIRU_API_KEY hides it better.",
+        "Key that clients send as bearer token; repeatable. NOBIRU_API_KEY hides it better.",
         "no key asked",
     ),
 ]
@@ -205,7 +205,7 @@ LogLevel = Annotated[str | None, _option(LOGS, "debug, info, warning, error, cri
 
 Output = Annotated[
     str | None,
-    _option(OUTPUT, "jsonl, npy or parquet file to write, by suffix.", "none, must be given", "--output", "-o"),
+    _option(OUTPUT, "File to write: jsonl, npy or parquet.", "none, must be given", "--output", "-o"),
 ]
 Overwrite = Annotated[
     bool | None,

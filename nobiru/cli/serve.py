@@ -52,10 +52,10 @@ def serve(
 
     The HTTP interface describes itself at http://127.0.0.1:8000/docs once the server runs.
     """
-    explicit = dict(locals())
+    server, engine = server_and_engine(dict(locals()))
     from nobiru.serving.start import start  # the web framework takes a second, which --help need not wait for
 
-    sys.exit(start(*server_and_engine(explicit)))
+    sys.exit(start(server, engine))
 
 
 def server_and_engine(explicit: Mapping[str, Any]) -> tuple[ServerConfig, EngineConfig]:
