@@ -22,7 +22,8 @@ class PoolingParams:
     `normalize` None follows the model's modules, True normalizes always, False gives the vectors before the model's
     own Normalize module. `prompt` (a text put in front, "" for none) beats `prompt_name` (a key of the model's
     prompts), which beats the model's default prompt. `truncate_prompt_tokens` None follows the server or `LLM`
-    default, -1 cuts at the model's limit, k > 0 cuts to k tokens, special tokens included.
+    default, -1 cuts at the model's limit, k > 0 cuts to k tokens, special tokens included. `truncation_side` is "right"
+    or "left", None as the model's tokenizer says.
     Lower `priority` values are served first.
     """
 
@@ -31,7 +32,7 @@ class PoolingParams:
     prompt_name: str | None = None
     prompt: str | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: str = "right"
+    truncation_side: str | None = None
     priority: int = 0
 
 

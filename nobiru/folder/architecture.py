@@ -88,7 +88,9 @@ def read_architecture(path: Path) -> Architecture:
 
 
 def _num_positions(config: Mapping[str, Any], model_type: str, positions: int | None) -> int | None:
-    if positions is None or model_type in _RELATIVE_POSITIONS or not _COMPUTED_POSITION_KEYS.isdisjoint(config):
+    if positions is None or model_type in _RELATIVE_POSITIONS:
+        return None
+    if any(config.get(key) is not None for key in _COMPUTED_POSITION_KEYS):
         return None
     if config.get("position_embedding_type") in _COMPUTED_POSITION_TYPES:
         return None

@@ -50,7 +50,7 @@ def _plain_folder(path: Path, max_model_len: int | None) -> ModelFolder:
     if "chat_template" in read_object(tokenizer_file, required=False) or (path / "chat_template.jinja").exists():
         raise ModelFolderError(
             f"{tokenizer_file}: without modules.json, Sentence Transformers would put every text into the chat "
-            "template, which cannot be honoured. Remove the template, or save the model with SentenceTransformer.save_pretrained"
+            "template, which cannot be honoured. Remove it, or save the model with SentenceTransformer.save_pretrained"
         )
     architecture = read_architecture(path)
     modules = (PoolingSpec(),)

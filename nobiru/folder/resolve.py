@@ -43,8 +43,8 @@ def resolve_model(name: str | None) -> Path:
     if hub_offline():
         raise ConfigError(
             f"model is {name!r}: there is no such folder, the local Hugging Face cache does not have it, and this is "
-            "offline (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set). Give a folder, unset the variable, or fill the cache "
-            f"where there is a network: hf download {names[0]}",
+            "offline (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set). Give a folder, unset the variable, or fill the "
+            f"cache where there is a network: hf download {names[0]}",
             param="model",
         )
     return _download(name, names)
