@@ -1,7 +1,6 @@
 """The body of `POST /v1/embeddings` as values the pool and the engine take.
 
-Owns which fields there are, their limits and the shapes of `input`. Whether ids are in the vocabulary and texts within
-the model's limit is the frontend's to say.
+Owns which fields there are and their JSON types. What `input` may hold is the frontend's to say, off the event loop.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 from nobiru.errors import InvalidRequestError
 from nobiru.request import PoolingParams
 from nobiru.serving.admission import estimate_tokens
-from nobiru.serving.body import json_kind
 from nobiru.serving.fields import Fields, wrong
 from nobiru.serving.protocols import EmbeddingInput
 
@@ -71,59 +69,27 @@ def parse_embeddings_request(body: Mapping[str, Any], limits: RequestLimits) -> 
         prompt_name=fields.string("prompt_name"),
         prompt=fields.string("prompt"),
         truncate_prompt_tokens=-1 if truncate is None and limits.auto_truncate else truncate,
-        truncation_side=fields.string("truncation_side", ("right", "left")) or "right",
+        truncation_side=fields.string("truncation_side", ("right", "left")),
         priority=priority,
     )
+    value = fields.get("input")
+    if value is None:
+        raise InvalidRequestError(f"input is missing; give {_SHAPES}", param="input")
     return EmbeddingsRequest(
         model=fields.string("model"),
         base64=fields.string("encoding_format", ("float", "base64")) == "base64",
         params=params,
-        input=fields.get("input"),
-        num_estimated_tokens=_measure(fields.get("input")),
+        input=value,
+        num_estimated_tokens=_estimate(value),
     )
 
 
-def _measure(value: object) -> int:
-    """Check the shape of `input` and guess its tokens."""
+def _estimate(value: object) -> int:
+    """A guess of the tokens in `input`, whatever it is: what makes no sense is refused by the frontend."""
     if isinstance(value, str):
         return estimate_tokens(1, len(value))
-    if value is None:
-        raise InvalidRequestError(f"input is missing; give {_SHAPES}", param="input")
     if not isinstance(value, list):
-        raise _wrong_shape(f"input is {json_kind(value)}")
-    if not value:
-        raise _wrong_shape("input is an empty list")
-    types = set(map(type, value))
-    if types == {str}:
-        return estimate_tokens(len(value), sum(map(len, value)))
-    if types == {int}:
-        return len(value)
-    if types == {list}:
-        return sum(_measure_ids(ids, index) for index, ids in enumerate(value))
-    raise _mixed(value)
-
-
-def _measure_ids(ids: list[object], index: int) -> int:
-    if not ids:
-        raise _wrong_shape(f"input[{index}] is an empty list")
-    if set(map(type, ids)) != {int}:
-        position = next(number for number, item in enumerate(ids) if type(item) is not int)
-        raise _wrong_shape(f"input[{index}][{position}] is {json_kind(ids[position])} and not a token id")
-    return len(ids)
-
-
-def _mixed(value: list[object]) -> InvalidRequestError:
-    """The first item that is of no allowed type, or of another than the first item."""
-    for index, item in enumerate(value):
-        if type(item) not in (str, int, list):
-            kind = "a fraction" if isinstance(item, float) else json_kind(item)
-            return _wrong_shape(f"input[{index}] is {kind}")
-        if type(item) is not type(value[0]):
-            return _wrong_shape(
-                f"input[0] is {json_kind(value[0])} and input[{index}] is {json_kind(item)}; do not mix them"
-            )
-    raise AssertionError("called for a list of one type")
-
-
-def _wrong_shape(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{what}; input must be {_SHAPES}", param="input")
+        return 0
+    num_characters = sum(len(item) for item in value if isinstance(item, str))
+    num_ids = sum(len(item) if isinstance(item, list) else 1 for item in value if not isinstance(item, str))
+    return num_ids + (estimate_tokens(len(value), num_characters) if num_characters else 0)

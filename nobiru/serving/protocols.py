@@ -14,15 +14,43 @@ from nobiru.request import EncodedPrompts, PoolingParams, PoolingRequest, Vector
 EmbeddingInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
+class Tokenizer(Protocol):
+    """The model's tokenizer. Its methods take their time: they belong in a thread."""
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The special tokens in front of every text."""
+        ...
+
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """The special tokens behind every text."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> EncodedPrompts:
+        """Texts as they are, neither prompted nor cut. Raises `InvalidRequestError`."""
+        ...
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Ids as the vocabulary writes them."""
+        ...
+
+
+class Frontend(Protocol):
+    """What the pool's threads work with."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+
 class Pool(Protocol):
     """Turns texts into token ids, off the event loop."""
 
-    async def prepare(self, prompts: EmbeddingInput, params: PoolingParams) -> EncodedPrompts:
-        """Validate and tokenize one request's inputs as one batch. Raises `InvalidRequestError`."""
-        ...
+    @property
+    def frontend(self) -> Frontend: ...
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[list[int], list[str]]:
-        """Ids and strings of all tokens of one text, neither cut nor prompted."""
+    async def prepare(self, input: EmbeddingInput, params: PoolingParams) -> EncodedPrompts:
+        """Validate and tokenize one request's inputs as one batch. Raises `InvalidRequestError`."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from nobiru.serving.server import run
 
 
 def start(server: ServerConfig, engine: EngineConfig) -> int:
-    """Serve until told to stop; the process' exit code. Raises `ConfigError` or `ModelFolderError` before it listens."""
+    """Serve until told to stop; the exit code. Raises `ConfigError` or `ModelFolderError` before it listens."""
     folder = read_folder(Path(engine.model), max_model_len=engine.max_model_len)
     metrics = Metrics()
     client = ZmqClient(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,6 +14,7 @@ from nobiru.serving.body import read_object
 from nobiru.serving.disconnect import DisconnectWatch
 from nobiru.serving.fields import Fields
 from nobiru.serving.gate import context_of
+from nobiru.serving.protocols import Tokenizer
 from nobiru.serving.responses import JsonResponse
 from nobiru.serving.services import Services
 
@@ -22,6 +26,8 @@ class TokenizeRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        # A thread of its own, so that looking at tokens never stands in the way of embedding.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-route")
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, with their strings when asked for."""
@@ -37,7 +43,9 @@ class TokenizeRoutes:
         with_special_tokens = fields.boolean("add_special_tokens") is not False
         context.ticket = services.admission.admit(estimate_tokens(1, len(text)))
         with DisconnectWatch(request.receive):
-            ids, strings = await services.pool.tokenize(text, add_special_tokens=with_special_tokens)
+            ids, strings = await asyncio.get_running_loop().run_in_executor(
+                self._thread, _tokenize, services.pool.frontend.tokenizer, text, with_special_tokens
+            )
         return JsonResponse(
             {
                 "count": len(ids),
@@ -46,3 +54,10 @@ class TokenizeRoutes:
                 "token_strs": strings if fields.boolean("return_token_strs") else None,
             }
         )
+
+
+def _tokenize(tokenizer: Tokenizer, text: str, with_special_tokens: bool) -> tuple[list[int], list[str]]:
+    ids = tokenizer.encode([text]).token_ids.tolist()
+    if not with_special_tokens:
+        ids = ids[len(tokenizer.prefix) : len(ids) - len(tokenizer.suffix)]
+    return ids, tokenizer.tokens(ids)
