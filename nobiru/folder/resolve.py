@@ -30,9 +30,9 @@ def resolve_model(name: str | None) -> Path:
     if name is None:
         return _default_model()
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise ConfigError(f"model is {name!r}, a file; give the folder that holds it", param="model")
     if not name or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
         raise ConfigError(f"model is {name!r}, and there is no such folder", param="model")

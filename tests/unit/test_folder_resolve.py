@@ -138,7 +138,8 @@ def test_which_files_are_downloaded() -> None:
 
 def test_resolving_a_folder_imports_no_hub_client(tmp_path: Path) -> None:
     code = (
-        "import sys; from nobiru.folder.resolve import resolve_model; import nobiru.folder.read; resolve_model(sys.argv[1]);"
+        "import sys; from nobiru.folder.resolve import resolve_model; import nobiru.folder.read;"
+        "resolve_model(sys.argv[1]);"
         "print([name for name in ('huggingface_hub', 'transformers', 'torch', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
