@@ -1,0 +1,53 @@
+"""The encoder layer that BERT introduced: attention, add, normalize; feed-forward, add, normalize.
+
+Owns one layer's arithmetic on packed hidden states. Knows nothing of files or of the names weights have there.
+
+Shape legend: T tokens, C hidden size, H heads, D values a head (C = H * D), M the model's limit of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nobiru.layers.linear import Linear
+from nobiru.ops.layout import PackedLayout
+from nobiru.ops.packed_attention import packed_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """Layer normalization over the last dimension; statistics are in float32 whatever the dtype."""
+
+    weight_C: Tensor
+    bias_C: Tensor
+    eps: float
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        return F.layer_norm(x_TC, self.weight_C.shape, self.weight_C, self.bias_C, self.eps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PostNormBlock:
+    """One layer. `qkv` is the fused projection C → 3 C, `up` includes the activation.
+
+    Sums are taken in place of a projection's output, so a layer allocates nothing beyond its products.
+    """
+
+    num_heads: int
+    qkv: Linear
+    attention_out: Linear
+    attention_norm: Norm
+    up: Linear
+    down: Linear
+    output_norm: Norm
+
+    def __call__(self, x_TC: Tensor, layout: PackedLayout, bias_HMM: Tensor | None = None) -> Tensor:
+        num_tokens, hidden_size = x_TC.shape
+        head_size = hidden_size // self.num_heads
+        q_THD, k_THD, v_THD = self.qkv(x_TC).view(num_tokens, 3, self.num_heads, head_size).unbind(1)
+        attended_THD = packed_attention(q_THD, k_THD, v_THD, layout, scale=head_size**-0.5, bias_HMM=bias_HMM)
+        x_TC = self.attention_norm(self.attention_out(attended_THD.flatten(1)).add_(x_TC))
+        return self.output_norm(self.down(self.up(x_TC)).add_(x_TC))

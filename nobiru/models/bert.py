@@ -1,0 +1,66 @@
+"""BERT, and the families that differ from it in where positions start: RoBERTa, XLM-RoBERTa, CamemBERT.
+
+Architecture: Devlin et al. 2018, https://arxiv.org/abs/1810.04805. The rest as `transformers` computes it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nobiru.folder.spec import ModelFolder
+from nobiru.models.config import ConfigFields, read_stack
+from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
+from nobiru.models.weights import EncoderWeights, Precision
+
+_NAMES = LayerNames(
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    attention_out="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    output_norm="output.LayerNorm",
+)
+
+
+def load_bert(folder: ModelFolder, precision: Precision, device: torch.device) -> StackEncoder:
+    """Positions are 0, 1, 2, …; `pad_token_id` means nothing, because nothing is padded."""
+    return _load(folder, precision, device, padding_id=None)
+
+
+def load_roberta(folder: ModelFolder, precision: Precision, device: torch.device) -> StackEncoder:
+    """Positions start behind the padding id, and padding tokens in a text do not count."""
+    return _load(folder, precision, device, padding_id=ConfigFields(folder).index("pad_token_id", 1))
+
+
+def _load(folder: ModelFolder, precision: Precision, device: torch.device, padding_id: int | None) -> StackEncoder:
+    fields = ConfigFields(folder)
+    config = read_stack(fields)
+    hidden = config.hidden_size
+    weights = EncoderWeights(
+        folder.transformer_path,
+        anchor="embeddings.word_embeddings.weight",
+        roots=("embeddings", "encoder"),
+        precision=precision,
+        device=device,
+    )
+    words_VC = weights.take_table("embeddings.word_embeddings.weight", fields.size("vocab_size"), hidden)
+    positions_PC = weights.take(
+        "embeddings.position_embeddings.weight", fields.size("max_position_embeddings", 512), hidden
+    )
+    types = weights.take("embeddings.token_type_embeddings.weight", fields.size("type_vocab_size", 2), hidden)
+    positions_PC += types[0]  # every token of a single text has type 0
+    encoder = StackEncoder(
+        Embeddings(
+            words_VC=words_VC,
+            positions_PC=positions_PC,
+            norm=read_norm(weights, "embeddings.LayerNorm", config),
+            first_position=0 if padding_id is None else padding_id + 1,
+            padding_id=padding_id,
+        ),
+        [read_block(weights, f"encoder.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)],
+        config,
+    )
+    weights.finish()
+    return encoder

@@ -1,0 +1,60 @@
+"""DistilBERT: BERT without token types, under other names (Sanh et al. 2019, https://arxiv.org/abs/1910.01108)."""
+
+from __future__ import annotations
+
+import torch
+
+from nobiru.folder.spec import ModelFolder
+from nobiru.models.config import ConfigFields, StackConfig
+from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
+from nobiru.models.weights import EncoderWeights, Precision
+
+_NAMES = LayerNames(
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    attention_out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    output_norm="output_layer_norm",
+)
+_NORM_EPS = 1e-12  # not configurable
+
+
+def load_distilbert(folder: ModelFolder, precision: Precision, device: torch.device) -> StackEncoder:
+    """The encoder of a DistilBERT folder; `ModelFolderError` names what cannot be honoured."""
+    fields = ConfigFields(folder)
+    config = _read_config(fields)
+    hidden = config.hidden_size
+    weights = EncoderWeights(
+        folder.transformer_path,
+        anchor="embeddings.word_embeddings.weight",
+        roots=("embeddings", "transformer"),
+        precision=precision,
+        device=device,
+    )
+    embeddings = Embeddings(
+        words_VC=weights.take_table("embeddings.word_embeddings.weight", fields.size("vocab_size"), hidden),
+        positions_PC=weights.take(
+            "embeddings.position_embeddings.weight", fields.size("max_position_embeddings", 512), hidden
+        ),
+        norm=read_norm(weights, "embeddings.LayerNorm", config),
+    )
+    blocks = [read_block(weights, f"transformer.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)]
+    weights.finish()
+    return StackEncoder(embeddings, blocks, config)
+
+
+def _read_config(fields: ConfigFields) -> StackConfig:
+    hidden_size, num_heads = fields.size("dim"), fields.size("n_heads")
+    if hidden_size % num_heads:
+        fields.refuse("n_heads", f"it must divide dim, {hidden_size}")
+    return StackConfig(
+        hidden_size=hidden_size,
+        intermediate_size=fields.size("hidden_dim"),
+        num_layers=fields.size("n_layers"),
+        num_heads=num_heads,
+        activation=fields.activation("activation"),
+        norm_eps=_NORM_EPS,
+    )

@@ -1,0 +1,244 @@
+"""Any encoder that `transformers` knows and nobiru has no code of its own for.
+
+Where the architecture takes its attention from `transformers`' interface, a batch runs packed, as one row [1, T] with
+explicit positions, and attention is ours; a trial at load time compares that with the model's own one-by-one results.
+Otherwise, or if the trial differs, a batch runs in groups of similar lengths, padded and masked, through the model's
+own attention. Knows nothing of the layers themselves.
+
+Shape legend: T tokens, C hidden size, H heads, K key heads, D values a head, n sequences of a group, L its length.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nobiru.errors import ModelFolderError
+from nobiru.folder.spec import ModelFolder
+from nobiru.models.pretrained import load_pretrained, quiet
+from nobiru.models.weights import Precision
+from nobiru.ops.layout import PackedLayout, plan_groups
+from nobiru.ops.packed_attention import attention_path, packed_attention
+
+logger = logging.getLogger(__name__)
+
+# Lengths beyond the local attention of known architectures, and short ones beside them.
+_TRIAL_LENGTHS = (3, 160, 17, 5)
+# A packed row is longer than any sequence; a model with tables of positions must not mind.
+_MAX_TRIAL_TOKENS = 1100
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def load_fallback(folder: ModelFolder, precision: Precision, device: torch.device) -> PackedFallback | PaddedFallback:
+    """The encoder of a folder; `ModelFolderError` explains what cannot be served."""
+    model = load_pretrained(folder, precision).to(device)
+    trial = _Trial(model, folder, precision.compute, device)
+    with torch.inference_mode(), quiet():
+        trial.refuse_causal()
+        packed = trial.packed_or_reason()
+    if isinstance(packed, PackedFallback):
+        return packed
+    logger.info("%s: %s", folder.model_type, packed)
+    return PaddedFallback(model, padding_id=_padding_id(folder), reason=packed)
+
+
+class PaddedFallback:
+    """Groups of similar lengths as [n, L] with an attention mask, through the model's own attention."""
+
+    def __init__(self, model: Any, *, padding_id: int, reason: str) -> None:
+        self._model = model
+        self._padding_id = padding_id
+        self.attention = f"padded groups of similar lengths ({reason})"
+
+    def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+        """Hidden states [T, C]; the padding of a group is at most an eighth of its tokens."""
+        parts = []
+        for group in layout.grouped(plan_groups(layout.lengths_B, min_run_tokens=math.inf)):
+            shape = (group.num_seqs, group.length)
+            if group.padded_nL is None or group.key_mask_n11L is None or group.real_t is None:
+                ids_nL = token_ids_T[group.tokens].view(shape)
+                parts.append(_run(self._model, ids_nL, torch.ones_like(ids_nL)).flatten(0, 1))
+                continue
+            mask_nL = group.key_mask_n11L[:, 0, 0]
+            ids_nL = token_ids_T[group.padded_nL].view(shape).masked_fill(~mask_nL, self._padding_id)
+            hidden_nLC = _run(self._model, ids_nL, mask_nL.to(ids_nL.dtype))
+            parts.append(hidden_nLC.flatten(0, 1).index_select(0, group.real_t))
+        return torch.cat(parts)
+
+
+class PackedFallback:
+    """One row [1, T] with explicit positions from `first_position`; attention is that of `interface`."""
+
+    def __init__(self, model: Any, interface: _AttentionInterface, *, first_position: int) -> None:
+        self._model = model
+        self._interface = interface
+        self._first_position = first_position
+        self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+        self.attention = "packed"
+
+    def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+        """Hidden states [T, C]."""
+        ids_1T = token_ids_T[None]
+        # Types are given too: a table of them inside the model is only as long as its longest sequence.
+        types = {"token_type_ids": torch.zeros_like(ids_1T)} if self._takes_types else {}
+        positions_1T = (layout.positions_T + self._first_position)[None]
+        with self._interface.within(layout):
+            return _hidden(self._model(input_ids=ids_1T, position_ids=positions_1T, **types))[0]
+
+
+class _AttentionInterface:
+    """What `transformers` calls instead of its own attention functions.
+
+    It finds those by name in a table of its own, so each model registers one under a name that nobody else has.
+    """
+
+    def __init__(self) -> None:
+        self._layout: PackedLayout | None = None
+        self.num_calls = 0
+        self.path = ""
+
+    def register(self) -> str:
+        from transformers import AttentionInterface  # takes seconds; native families never need it
+
+        name = f"nobiru_packed_{id(self):x}"
+        AttentionInterface.register(name, self)
+        return name
+
+    @contextmanager
+    def within(self, layout: PackedLayout) -> Iterator[None]:
+        """Attention calls in this block belong to sequences at the places of `layout`."""
+        self._layout, self.num_calls = layout, 0
+        try:
+            yield
+        finally:
+            self._layout = None
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """q [1, H, T, D], k and v [1, K, T, D] → [1, T, H, D]. `sliding_window` w: |i - j| < w, as flash attention."""
+        assert self._layout is not None, "called outside of a forward pass"
+        for name in ("position_bias", "softcap", "s_aux"):
+            if options.get(name) is not None:
+                raise ValueError(f"attention with {name} does not run packed")
+        self.num_calls += 1
+        head_size = query.shape[-1]
+        self.path = attention_path(query.device, query.dtype, head_size)
+        out_THD = packed_attention(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self._layout,
+            scale=head_size**-0.5 if scaling is None else scaling,
+            window=None if sliding_window is None else sliding_window - 1,
+        )
+        return out_THD[None], None
+
+
+class _Trial:
+    """Finds out at load time what a model can do, on random token ids."""
+
+    def __init__(self, model: Any, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> None:
+        self._model = model
+        self._folder = folder
+        self._tolerance = _TOLERANCE[dtype]
+        self._device = device
+        self._padding_id = _padding_id(folder)
+
+    def refuse_causal(self) -> None:
+        """Raises if the first token's state does not depend on the tokens behind it."""
+        first_id, *others = set(self._random_ids(16).tolist())
+        ids_2L = torch.tensor([[first_id, other] for other in others[:2]], device=self._device)
+        hidden_2LC = _run(self._model, ids_2L, torch.ones_like(ids_2L))
+        first, second = hidden_2LC[:, 0]
+        if bool((first - second).abs().max() <= 1e-6 * first.abs().max()):
+            raise ModelFolderError(
+                f"{self._folder.transformer_path / 'config.json'}: field 'model_type' is {self._folder.model_type!r}, "
+                "whose attention is causal; this version serves encoders only"
+            )
+
+    def packed_or_reason(self) -> PackedFallback | str:
+        """The model packed, with its attention replaced by ours, or why that does not work (and nothing replaced)."""
+        lengths = self._lengths()
+        ids_T = self._random_ids(int(lengths.sum()))
+        layout = PackedLayout(lengths, self._device)
+        alone = {
+            end: _run(self._model, ids_T[None, start:end], torch.ones_like(ids_T[None, start:end]))[0]
+            for start, end in zip(layout.starts_B.tolist(), layout.ends_B.tolist(), strict=True)
+            if end - start in _TRIAL_LENGTHS or end == layout.num_tokens
+        }
+        own_name = self._model.config._attn_implementation
+        interface = _AttentionInterface()
+        self._model.set_attn_implementation(interface.register())
+        reason = ""
+        # Tables of positions begin at 0, or behind the padding id as in RoBERTa.
+        for first_position in (0, self._padding_id + 1):
+            packed = PackedFallback(self._model, interface, first_position=first_position)
+            reason = self._difference(packed, ids_T, layout, alone)
+            if not interface.num_calls:
+                reason = "the architecture has attention of its own"
+                break
+            if not reason:
+                packed.attention = f"{interface.path}, layers of transformers"
+                return packed
+        self._model.set_attn_implementation(own_name)
+        return reason
+
+    def _difference(
+        self, packed: PackedFallback, ids_T: Tensor, layout: PackedLayout, alone: Mapping[int, Tensor]
+    ) -> str:
+        """What is wrong with the packed result; empty if nothing is."""
+        try:
+            hidden_TC = packed.forward(ids_T, layout)
+        except Exception as error:  # whatever an architecture does not support, the padded path takes over and says why
+            return f"a packed batch fails with {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        worst = 0.0
+        for end, expected in alone.items():
+            found = hidden_TC[end - expected.shape[0] : end]
+            worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+        return "" if worst <= self._tolerance else f"a packed batch differs by {worst:.1e} from sequences alone"
+
+    def _lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        longest = self._folder.max_model_len
+        lengths = [min(length, longest) for length in _TRIAL_LENGTHS]
+        rows = self._folder.config.get("max_position_embeddings")
+        if isinstance(rows, int) and rows < _MAX_TRIAL_TOKENS:
+            filler = min(_TRIAL_LENGTHS[1], longest) - 1 or 1
+            lengths += [filler] * (rows // filler + 1)
+        return np.sort(np.array(lengths, dtype=np.int64))
+
+    def _random_ids(self, count: int) -> Tensor:
+        """[T] token ids, none of them padding."""
+        ids = np.random.default_rng(0).integers(0, self._folder.vocab_size - 1, count)
+        ids += ids >= self._padding_id
+        return torch.from_numpy(ids).to(self._device)
+
+
+def _run(model: Any, ids_nL: Tensor, mask_nL: Tensor) -> Tensor:
+    return _hidden(model(input_ids=ids_nL, attention_mask=mask_nL))
+
+
+def _hidden(output: Any) -> Tensor:
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _padding_id(folder: ModelFolder) -> int:
+    padding_id = folder.config.get("pad_token_id")
+    return padding_id if isinstance(padding_id, int) and 0 <= padding_id < folder.vocab_size else 0

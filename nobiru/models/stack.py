@@ -1,0 +1,123 @@
+"""What the native families share: a stack of BERT's encoder layers over a sum of embeddings.
+
+Owns the assembly of layers from a file's tensors, given the family's names for them, and the forward pass.
+
+Shape legend: T tokens, C hidden size, I intermediate size, V vocabulary, P rows of the position table, H heads, M the
+model's limit of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nobiru.layers.block import Norm, PostNormBlock
+from nobiru.layers.linear import Linear, make_linear
+from nobiru.models.config import StackConfig
+from nobiru.models.weights import EncoderWeights
+from nobiru.ops.layout import PackedLayout
+from nobiru.ops.packed_attention import attention_path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNames:
+    """A family's names of the parts of one layer, behind the layer's own prefix."""
+
+    query: str
+    key: str
+    value: str
+    attention_out: str
+    attention_norm: str
+    up: str
+    down: str
+    output_norm: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Embeddings:
+    """Word vectors plus position vectors, normalized.
+
+    Positions start at `first_position`. With `padding_id`, tokens with that id stand at the row of that number and do
+    not count for the positions of those behind them, as RoBERTa has it.
+    """
+
+    words_VC: Tensor
+    positions_PC: Tensor
+    norm: Norm
+    first_position: int = 0
+    padding_id: int | None = None
+
+    def __call__(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+        words_TC = F.embedding(token_ids_T, self.words_VC).to(self.positions_PC.dtype)
+        return self.norm(words_TC.add_(F.embedding(self._places_T(token_ids_T, layout), self.positions_PC)))
+
+    def _places_T(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+        places_T = layout.positions_T + self.first_position if self.first_position else layout.positions_T
+        if self.padding_id is None:
+            return places_T
+        padding_T = token_ids_T == self.padding_id
+        # How many padding tokens stand before each token, within its sequence.
+        before_T = padding_T.cumsum(0) - padding_T.long()
+        first_T = torch.arange(layout.num_tokens, device=token_ids_T.device) - layout.positions_T
+        return torch.where(padding_T, self.padding_id, places_T - (before_T - before_T[first_T]))
+
+
+class StackEncoder:
+    """Embeddings, then layers. `forward` maps a packed batch to hidden states."""
+
+    def __init__(
+        self, embeddings: Embeddings, blocks: list[PostNormBlock], config: StackConfig, bias_HMM: Tensor | None = None
+    ) -> None:
+        self._embeddings = embeddings
+        self._blocks = blocks
+        self._bias_HMM = bias_HMM
+        self.attention = attention_path(
+            embeddings.positions_PC.device,
+            embeddings.positions_PC.dtype,
+            config.head_size,
+            has_bias=bias_HMM is not None,
+        )
+
+    def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+        """Hidden states [T, C] of the last layer."""
+        hidden_TC = self._embeddings(token_ids_T, layout)
+        for block in self._blocks:
+            hidden_TC = block(hidden_TC, layout, self._bias_HMM)
+        return hidden_TC
+
+
+def read_norm(weights: EncoderWeights, name: str, config: StackConfig) -> Norm:
+    return Norm(
+        weight_C=weights.take(f"{name}.weight", config.hidden_size),
+        bias_C=weights.take(f"{name}.bias", config.hidden_size),
+        eps=config.norm_eps,
+    )
+
+
+def read_block(weights: EncoderWeights, prefix: str, names: LayerNames, config: StackConfig) -> PostNormBlock:
+    """One layer, with query, key and value fused into one projection."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    attended = [f"{prefix}{name}" for name in (names.query, names.key, names.value)]
+    return PostNormBlock(
+        num_heads=config.num_heads,
+        qkv=make_linear(
+            weights.take_rows([f"{name}.weight" for name in attended], hidden, hidden),
+            weights.take_rows([f"{name}.bias" for name in attended], hidden),
+        ),
+        attention_out=_linear(weights, f"{prefix}{names.attention_out}", hidden, hidden),
+        attention_norm=read_norm(weights, f"{prefix}{names.attention_norm}", config),
+        up=make_linear(
+            weights.take(f"{prefix}{names.up}.weight", intermediate, hidden),
+            weights.take(f"{prefix}{names.up}.bias", intermediate),
+            config.activation,
+        ),
+        down=_linear(weights, f"{prefix}{names.down}", hidden, intermediate),
+        output_norm=read_norm(weights, f"{prefix}{names.output_norm}", config),
+    )
+
+
+def _linear(weights: EncoderWeights, name: str, num_out: int, num_in: int) -> Linear:
+    return make_linear(weights.take(f"{name}.weight", num_out, num_in), weights.take(f"{name}.bias", num_out))

@@ -1,0 +1,126 @@
+"""Runs one step of an embedding model: sequences in, one float32 vector for each out.
+
+Owns the model on its device and the order of operations behind it. Knows nothing of queues, plans or clients; threads
+are set by whoever starts the process.
+
+Shape legend: B sequences, D embedding size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nobiru.folder.spec import ModelFolder, NormalizeSpec, PoolingSpec
+from nobiru.layers.modules import Module, build_module, normalize, weight_shapes
+from nobiru.layers.pooling import Pooler
+from nobiru.models.registry import Encoder, load_encoder
+from nobiru.models.weights import Precision, read_module_weights
+from nobiru.request import SequenceInput, Vectors
+from nobiru.runner.batch import pack
+from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
+
+_WARM_UP_LENGTHS = ((1,), (8, 8, 13), (64,) * 4, (256,))
+
+
+class PoolingRunner:
+    """An encoder with its pooling and modules. Not for several threads at once."""
+
+    def __init__(
+        self, folder: ModelFolder, encoder: Encoder, precision: Precision, device: torch.device, max_model_len: int
+    ) -> None:
+        self._folder = folder
+        self._encoder = encoder
+        self._precision = precision
+        self._device = device
+        self._max_model_len = max_model_len
+        self._pooler = Pooler(folder.pooling)
+        self._modules = _build_modules(folder, device)
+        self._ends_normalized = isinstance(folder.modules[-1], NormalizeSpec)
+
+    @classmethod
+    def load(cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int) -> PoolingRunner:
+        """Read the weights. `dtype` and `device` may be "auto"; `max_model_len` is the longest sequence in tokens.
+
+        `ConfigError` for a device that is not there, `ModelFolderError` for a folder that cannot be honoured.
+        """
+        facts = gather_facts()
+        kind = resolve_device(device, facts)
+        precision = resolve_precision(dtype, kind, facts)
+        place = torch.device(kind)
+        with torch.inference_mode():
+            encoder = load_encoder(folder, precision, place)
+        return cls(folder, encoder, precision, place, max_model_len)
+
+    def run(self, sequences: Sequence[SequenceInput]) -> list[Vectors]:
+        """One vector [D] (or [dimensions]) per sequence, in order.
+
+        `InvalidRequestError` for a sequence that is empty, too long or has unknown token ids; nothing is run then.
+        """
+        if not sequences:
+            return []
+        batch = pack(
+            sequences,
+            vocab_size=self._folder.vocab_size,
+            max_model_len=self._max_model_len,
+            device=self._device,
+        )
+        with torch.inference_mode():
+            hidden = self._encoder.forward(batch.token_ids_T, batch.layout)
+            vectors_BD = self._pooler(hidden, batch.layout, batch.num_skipped_B)
+            for module in self._modules:
+                vectors_BD = module(vectors_BD)
+            return self._finish(vectors_BD, batch.order_B.tolist(), sequences)
+
+    def describe(self) -> dict[str, str | int | float | bool | None]:
+        """What the start line says: `dtype` is that of the weights, `compute_dtype` that of arithmetic."""
+        return {
+            "dtype": dtype_name(self._precision.weights),
+            "compute_dtype": dtype_name(self._precision.compute),
+            "device": torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
+            "architecture": self._folder.model_type,
+            "attention": self._encoder.attention,
+        }
+
+    def warm_up(self) -> None:
+        """Run a few small batches, so that the first request does not pay for loading kernels and starting threads."""
+        for lengths in _WARM_UP_LENGTHS:
+            tokens = [np.zeros(min(length, self._max_model_len), dtype=np.int32) for length in lengths]
+            self.run([SequenceInput(token_ids=token_ids) for token_ids in tokens])
+
+    def _finish(self, vectors_BD: Tensor, order: list[int], sequences: Sequence[SequenceInput]) -> list[Vectors]:
+        """Last normalization and dimensions as each sequence asks, back in the caller's order."""
+        places: dict[tuple[bool, int | None], list[int]] = defaultdict(list)
+        for place, number in enumerate(order):
+            wish = sequences[number]
+            normalized = wish.normalize
+            if normalized is None:
+                normalized = self._ends_normalized or wish.dimensions is not None
+            places[normalized, wish.dimensions].append(place)
+        results: list[Vectors] = [np.empty(0, dtype=np.float32)] * len(order)
+        for (normalized, dimensions), chosen in places.items():
+            part = vectors_BD if len(places) == 1 else vectors_BD[torch.tensor(chosen, device=vectors_BD.device)]
+            part = part[:, :dimensions]
+            rows = (normalize(part) if normalized else part).cpu().numpy()
+            for row, place in zip(rows, chosen, strict=True):
+                results[order[place]] = row
+        return results
+
+
+def _build_modules(folder: ModelFolder, device: torch.device) -> list[Module]:
+    """The modules behind pooling, without a last normalization: whether that runs is each sequence's choice."""
+    specs = folder.modules[1:]
+    if isinstance(folder.modules[-1], NormalizeSpec):
+        specs = specs[:-1]
+    modules: list[Module] = []
+    for spec in specs:
+        if isinstance(spec, NormalizeSpec):
+            modules.append(normalize)
+            continue
+        assert not isinstance(spec, PoolingSpec), "folder.read allows one pooling, in first place"
+        modules.append(build_module(spec, read_module_weights(spec.path, weight_shapes(spec), device)))
+    return modules
