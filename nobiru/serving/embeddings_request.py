@@ -88,8 +88,12 @@ def _estimate(value: object) -> int:
     """A guess of the tokens in `input`, whatever it is: what makes no sense is refused by the frontend."""
     if isinstance(value, str):
         return estimate_tokens(1, len(value))
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         return 0
-    num_characters = sum(len(item) for item in value if isinstance(item, str))
-    num_ids = sum(len(item) if isinstance(item, list) else 1 for item in value if not isinstance(item, str))
-    return num_ids + (estimate_tokens(len(value), num_characters) if num_characters else 0)
+    if not isinstance(value[0], str | list):
+        return len(value)
+    try:
+        num_items = sum(map(len, value))  # characters or ids; a body may hold millions of them
+    except TypeError:
+        return 0
+    return num_items if isinstance(value[0], list) else estimate_tokens(len(value), num_items)

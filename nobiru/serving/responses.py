@@ -35,10 +35,9 @@ class JsonResponse(Response):
 
 
 class SlicedJsonResponse(Response):
-    """JSON made while it is sent, so that neither the event loop nor other requests wait for all of it.
+    """JSON made while it is sent, so that other requests need not wait for all of it.
 
-    Each slice should take about a millisecond to make. The last one must not be the only one: a client that leaves is
-    noticed between slices.
+    Each slice should take about a millisecond to make. A client that leaves is noticed between slices.
     """
 
     def __init__(self, slices: Iterator[bytes]) -> None:

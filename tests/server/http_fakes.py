@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,10 +174,21 @@ def fake_folder() -> ModelFolder:
 
 
 class ServerProcess:
-    """The server as a child process; `options` are those of `ServerConfig`, `engine` those of `FakeEngine`."""
+    """The server as a child process; `options` are those of `ServerConfig`, `engine` those of `FakeEngine`.
 
-    def __init__(self, *, engine: dict[str, Any] | None = None, policy: str = "priority", **options: Any) -> None:
-        arguments = json.dumps({"config": {"port": 0, **options}, "engine": engine or {}, "policy": policy})
+    Modules named in `without` are as if they were not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: dict[str, Any] | None = None,
+        policy: str = "priority",
+        without: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        given = {"config": {"port": 0, **options}, "engine": engine or {}, "policy": policy, "without": without}
+        arguments = json.dumps(given)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
@@ -236,6 +247,7 @@ def running_server(**options: Any) -> Iterator[ServerProcess]:
 
 def main() -> int:
     given = json.loads(sys.argv[1])
+    sys.modules.update(dict.fromkeys(given["without"]))
     return server.run(
         msgspec.convert(given["config"], ServerConfig),
         folder=fake_folder(),

@@ -56,6 +56,21 @@ def test_an_accepted_request_is_answered_and_new_ones_are_refused(number: int) -
             socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
 
+def test_it_serves_and_drains_without_the_fast_loop_and_parser() -> None:
+    with (
+        running_server(without=["uvloop", "httptools"], max_body_bytes=100_000) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert httpx.post(f"{server.url}/v1/embeddings", content=b"x" * 200_000).status_code == 413
+        assert post(server, "text").status_code == 200
+        accepted = pool.submit(post, server, "sleep:1")
+        wait_until(lambda: num_queued(server) == 1, "the request is in the engine")
+        server.signal()
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "ready says 503")
+        assert accepted.result().status_code == 200
+        assert server.wait() == 0
+
+
 def test_an_idle_server_ends_at_once_whatever_connections_are_open() -> None:
     with running_server() as server, httpx.Client(base_url=server.url) as client:
         assert client.get("/health").status_code == 200  # kept alive
