@@ -34,7 +34,7 @@ def main() -> None:
     for number in range(len(SENTENCES)):
         table.add_column(str(number + 1), justify="right")
     for number, (sentence, row) in enumerate(zip(SENTENCES, similarities, strict=True), 1):
-        cells = [f"[{'bold green' if value > 0.5 else 'dim'}]{value:.2f}[/]" for value in row]
+        cells = [f"[{'bold green' if value > 0.3 else 'dim'}]{value:.2f}[/]" for value in row]
         table.add_row(str(number), sentence, *cells)
     Console().print(table)
 
