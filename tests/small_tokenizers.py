@@ -67,6 +67,14 @@ ROBERTA_TOKENS = {
 }
 
 
+ALBERT_TOKENS = BERT_TOKENS | {"unk_token": "<unk>", "pad_token": "<pad>"}
+MODEL_TYPES = {"wordpiece": "bert", "unigram": "xlm-roberta", "albert": "albert", "byte_bpe": "roberta"}
+_TOKENS = {"wordpiece": BERT_TOKENS, "unigram": ROBERTA_TOKENS, "albert": ALBERT_TOKENS, "byte_bpe": ROBERTA_TOKENS}
+_BERT_ORDER = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+_ROBERTA_ORDER = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
+_ORDER = {"wordpiece": _BERT_ORDER, "unigram": _ROBERTA_ORDER, "albert": _BERT_ORDER, "byte_bpe": _ROBERTA_ORDER}
+
+
 def _surround(tokenizer: Tokenizer, first: str, last: str) -> None:
     ids = {token: tokenizer.token_to_id(token) for token in (first, last)}
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -76,50 +84,43 @@ def _surround(tokenizer: Tokenizer, first: str, last: str) -> None:
 
 @functools.cache
 def _trained(kind: str) -> str:
+    special = list(dict.fromkeys(special_tokens(kind)[name] for name in _ORDER[kind]))
+    trainer: Any
     if kind == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
         # Both cases are in the vocabulary, so that lower-casing shows.
-        capitals = [word.upper() for sentence in SENTENCES for word in sentence.split()[:4]]
-        alphabet = sorted({*"".join(capitals), *"ÀÉÎõüß"})
+        alphabet = sorted({character for sentence in SENTENCES for character in sentence.upper()} | set("ÀÉÎõüß"))
         trainer = trainers.WordPieceTrainer(
             vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         )
-    elif kind == "unigram":
+    elif kind == "byte_bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    else:
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
         trainer = trainers.UnigramTrainer(
             vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False
         )
-    else:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-        trainer = trainers.BpeTrainer(
-            vocab_size=500,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    _surround(tokenizer, *(("[CLS]", "[SEP]") if kind == "wordpiece" else ("<s>", "</s>")))
+    _surround(tokenizer, special_tokens(kind)["cls_token"], special_tokens(kind)["sep_token"])
     return tokenizer.to_str()
 
 
 def small_tokenizer(kind: str) -> Tokenizer:
-    """A tokenizer of `kind` "wordpiece", "unigram" or "byte_bpe", with special tokens in front and behind."""
+    """A tokenizer of `kind` "wordpiece", "unigram", "albert" (unigram) or "byte_bpe", with special tokens around."""
     return Tokenizer.from_str(_trained(kind))
 
 
 def special_tokens(kind: str) -> dict[str, str]:
-    return BERT_TOKENS if kind == "wordpiece" else ROBERTA_TOKENS
-
-
-MODEL_TYPES = {"wordpiece": "bert", "unigram": "xlm-roberta", "byte_bpe": "roberta"}
+    return _TOKENS[kind]
 
 
 def write_json(path: Path, content: Any) -> Path:
