@@ -94,7 +94,7 @@ class LLM:
             )
         if not isinstance(prompts, str) and len(prompts) == 0:
             return []
-        encoded = self._frontend.prepare(prompts if isinstance(prompts, str) else list(prompts), params)
+        encoded = self._frontend.prepare(prompts, params)
         vectors = self._run(encoded, params, use_tqdm=use_tqdm)
         ends = np.cumsum(encoded.lengths)
         ids = np.split(encoded.token_ids, ends[:-1])

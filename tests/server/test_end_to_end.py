@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from small_models import SENTENCES, make
 
 from nobiru import LLM
 
-TEXTS = [*SENTENCES, "", "one", *(f"{first} {second}" for first, second in zip(SENTENCES, SENTENCES[1:], strict=False))]
+TEXTS = [*SENTENCES, "", "one", *(f"{first} {second}" for first, second in itertools.pairwise(SENTENCES))]
 POISON_TEXT = "zebra"
 
 
