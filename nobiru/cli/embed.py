@@ -53,7 +53,7 @@ def embed(
     """
     values, warnings = options.with_environment(dict(locals()), (*options.ENGINE_OPTIONS, *options.EMBED_OPTIONS))
     for warning in warnings:
-        options.warn(warning)
+        options.say(warning)
     engine_fields = options.fields_of(EngineConfig, values)
     EngineConfig(**{**engine_fields, "model": "-"})  # a bad option is told before the input is read
 

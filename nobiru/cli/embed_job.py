@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from nobiru.cli import vector_files
+from nobiru.cli.options import say
 from nobiru.cli.rows import BadRow, Row, RowSource
 from nobiru.errors import ConfigError, InvalidRequestError, NobiruError
 from nobiru.request import EmbeddingRequestOutput, PoolingParams
@@ -60,7 +61,7 @@ def run(job: Job, load_model: Callable[[], Model]) -> None:
         _run(job, load_model)
     except KeyboardInterrupt:
         hint = "the same command goes on from here" if job.kind == "jsonl" else f"{job.output} was not written"
-        _say(f"interrupted; {hint}")
+        say(f"interrupted; {hint}")
         sys.exit(INTERRUPTED)
 
 
@@ -75,7 +76,7 @@ def _run(job: Job, load_model: Callable[[], Model]) -> None:
         written_dimension = written.dimension
     first = next(stream, None)
     if first is None and continued:
-        _say(f"nothing left to do: {job.output} has all {num_written:,} vectors")
+        say(f"nothing left to do: {job.output} has all {num_written:,} vectors")
         return
     model = load_model()
     dimension = job.params.dimensions or model.embedding_dim
@@ -85,11 +86,11 @@ def _run(job: Job, load_model: Callable[[], Model]) -> None:
             "other options (--overwrite starts anew)"
         )
     if num_written:
-        _say(f"going on behind the {num_written:,} vectors of {job.output}")
+        say(f"going on behind the {num_written:,} vectors of {job.output}")
     remaining = stream if first is None else chain([first], stream)
     with growing_output(job, dimension, append=continued) as file, Display(job.source) as display:
         embed_rows(job, model, remaining, file, display)
-    _say(display.summary(job.output, dimension, num_bad=rows.num_bad))
+    say(display.summary(job.output, dimension, num_bad=rows.num_bad))
 
 
 class GoodRows:
@@ -113,9 +114,9 @@ class GoodRows:
             raise InvalidRequestError(f"{what} (--skip-bad-rows leaves such rows out)")
         self.num_bad += 1
         if self.num_bad <= MAX_REPORTED_BAD_ROWS:
-            _say(f"left out: {what}")
+            say(f"left out: {what}")
         elif self.num_bad == MAX_REPORTED_BAD_ROWS + 1:
-            _say("more bad rows are left out without being named")
+            say("more bad rows are left out without being named")
 
 
 def skip_written(job: Job, rows: Iterator[Row], written: Iterable[str | int]) -> int:
@@ -218,7 +219,3 @@ class Display:
 
     def _texts_per_s(self) -> float:
         return self._num_texts / max(time.monotonic() - self._started_s, 1e-9)
-
-
-def _say(message: str) -> None:
-    print(f"nobiru: {message}", file=sys.stderr, flush=True)

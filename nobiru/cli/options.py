@@ -109,9 +109,9 @@ def with_environment(
     return env.resolve(given, found.values), found.warnings
 
 
-def warn(message: str, *, as_json: bool = False) -> None:
+def say(message: str, *, level: str = "warning", as_json: bool = False) -> None:
     """One line for the user on standard error."""
-    line = msgspec.json.encode({"level": "warning", "message": message}).decode() if as_json else f"nobiru: {message}"
+    line = msgspec.json.encode({"level": level, "message": message}).decode() if as_json else f"nobiru: {message}"
     print(line, file=sys.stderr, flush=True)
 
 

@@ -64,13 +64,16 @@ def server_and_engine(explicit: Mapping[str, Any]) -> tuple[ServerConfig, Engine
     Raises `ConfigError` or `ModelFolderError`. Says on standard error which variables it cannot use.
     """
     values, warnings = options.with_environment(explicit, options.SERVE_OPTIONS)
+    as_json = values.get("log_format") == "json"
     for warning in warnings:
-        options.warn(warning, as_json=values.get("log_format") == "json")
+        options.say(warning, as_json=as_json)
     server = ServerConfig(**options.fields_of(ServerConfig, values))
     engine_fields = options.fields_of(EngineConfig, values)
     EngineConfig(**{**engine_fields, "model": "-"})  # a bad option is told before a model is looked for
     name = engine_fields.get("model")
     folder = resolve_model(name)
+    if name is None:
+        options.say(f"no model is given: serving {DEFAULT_MODEL} from {folder}", level="info", as_json=as_json)
     if not server.served_model_names:
         server = msgspec.structs.replace(server, served_model_names=(served_name(name, folder),))
     return server, EngineConfig(**{**engine_fields, "model": str(folder)})

@@ -95,8 +95,8 @@ def test_fields_go_to_their_config() -> None:
 
 
 def test_warnings_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    options.warn("so and so")
-    options.warn("so and so", as_json=True)
+    options.say("so and so")
+    options.say("so and so", as_json=True)
     plain, as_json = capsys.readouterr().err.splitlines()
     assert plain == "nobiru: so and so"
     assert json.loads(as_json) == {"level": "warning", "message": "so and so"}

@@ -165,6 +165,20 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str], command: str, monkeypa
     assert "NOBIRU_MAX_NUM_SEQS" in text
 
 
+def test_the_packaged_model_is_announced(
+    started: list[tuple[ServerConfig, EngineConfig]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NOBIRU_MODEL", raising=False)
+    monkeypatch.setattr("nobiru.cli.serve.resolve_model", lambda name: Path("/packaged/model"))
+    run("serve")
+    assert "no model is given: serving all-MiniLM-L6-v2" in capsys.readouterr().err
+    ((server, engine),) = started
+    assert server.served_model_names == ("all-MiniLM-L6-v2",)
+    assert engine.model == "/packaged/model"
+
+
 def test_served_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "news").mkdir()
     monkeypatch.chdir(tmp_path / "news")

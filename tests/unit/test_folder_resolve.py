@@ -144,3 +144,36 @@ def test_resolving_a_folder_imports_no_hub_client(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_name_on_the_hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, list[str]] = {}
+
+    def download(repo_id: str, *, allow_patterns: list[str] | None = None, local_files_only: bool = False) -> str:
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+        asked[repo_id] = allow_patterns or []
+        return str(tmp_path)
+
+    def files(self: object, repo_id: str) -> list[str]:
+        return ["config.json", "model.safetensors", "pytorch_model.bin"]
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files)
+    assert resolve_model("team/model") == tmp_path
+    assert asked == {"team/model": ["config.json", "model.safetensors"]}
+
+
+def test_a_hub_that_cannot_be_reached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(self: object, repo_id: str) -> list[str]:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    with pytest.raises(ConfigError, match=r"team/model.*no route to the hub"):
+        resolve_model("team/model")
