@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,12 @@ class FakeLLM:
             )
             for text in prompts
         ]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("NOBIRU_")]:
+        monkeypatch.delenv(name)
 
 
 class Command:

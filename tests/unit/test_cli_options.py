@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ from nobiru.config import EngineConfig, ServerConfig
 from nobiru.errors import ConfigError
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("NOBIRU_")]:
+        monkeypatch.delenv(name)
 
 
 def parameters(command: str) -> dict[str, Any]:

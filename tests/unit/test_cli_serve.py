@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from nobiru.config import EngineConfig, ServerConfig
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("NOBIRU_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 

@@ -48,7 +48,8 @@ def test_a_folder_wins_over_the_cache(tmp_path: Path, cache: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     cached(cache, "team/model", "config.json", "model.safetensors")
     (tmp_path / "team" / "model").mkdir(parents=True)
-    assert resolve_model("team/model") == Path("team/model")
+    assert resolve_model("team/model") == tmp_path / "team" / "model"
+    assert resolve_model(".").name == tmp_path.name
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
