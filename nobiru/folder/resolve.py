@@ -6,6 +6,7 @@ Owns the order of places: a folder, the local Hugging Face cache, the hub. Knows
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -23,7 +24,7 @@ _OTHER_ENGINES = frozenset({"onnx", "openvino", "coreml", "tflite", "gguf", "ori
 
 
 def resolve_model(name: str | None) -> Path:
-    """The folder of a model: `name` itself if it is a folder, else the model of that name in the cache or on the hub.
+    """The absolute folder of a model: `name` itself if it is a folder, else the model of that name in the cache or on the hub.
 
     None is the default model, if its package is installed. Raises `ConfigError` that says what to do.
     """
@@ -31,7 +32,7 @@ def resolve_model(name: str | None) -> Path:
         return _default_model()
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return path
+        return Path(os.path.abspath(path))  # "." has a name then; links stay, since their name is the user's choice
     if path.is_file():
         raise ConfigError(f"model is {name!r}, a file; give the folder that holds it", param="model")
     if not name or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:

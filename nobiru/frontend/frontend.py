@@ -22,6 +22,11 @@ Input = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 SIDES = ("right", "left")
 _EXPECTED = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 _LISTS = (list, tuple, np.ndarray)
+_KINDS: dict[type, Callable[[type], bool]] = {
+    str: lambda kind: issubclass(kind, str),
+    int: lambda kind: kind is not bool and issubclass(kind, int | np.integer),
+    list: lambda kind: issubclass(kind, _LISTS),
+}
 
 
 class Frontend:
@@ -58,7 +63,8 @@ class Frontend:
         kind = _kind(input)
         if kind is str:
             encoded = self.tokenizer.encode(input, prompt_prefix=prompt.text, **limits)  # type: ignore[arg-type]
-            return replace(encoded, num_skipped_tokens=prompt.num_skipped_tokens)
+            skipped = prompt.num_skipped_tokens
+            return replace(encoded, num_skipped_tokens=skipped) if skipped else encoded
         if kind is int:
             limits["name_of"] = _only_input
             return self.tokenizer.from_token_ids([input], **limits)  # type: ignore[list-item]
@@ -117,16 +123,12 @@ def _kind(input: object) -> type:
         raise InvalidRequestError(f"input is {_described(input)}; {_EXPECTED} is expected", param="input")
     if len(input) == 0:
         raise InvalidRequestError(f"input is an empty list; {_EXPECTED} is expected", param="input")
-    tests: list[tuple[type, Callable[[type], bool]]] = [
-        (str, lambda kind: issubclass(kind, str)),
-        (int, lambda kind: kind is not bool and issubclass(kind, int | np.integer)),
-        (list, lambda kind: issubclass(kind, _LISTS)),
-    ]
+    kinds = set(map(type, input))
     first = type(input[0])
-    for kind, test in tests:
+    for kind, test in _KINDS.items():
         if not test(first):
             continue
-        if all(map(test, set(map(type, input)))):
+        if all(map(test, kinds)):
             return kind
         index = next(index for index, item in enumerate(input) if not test(type(item)))
         raise InvalidRequestError(

@@ -7,6 +7,7 @@ cut here. Knows nothing of prompts and of a request's options.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import chain
@@ -36,7 +37,8 @@ def _input_name(index: int) -> str:
 class Tokenizer:
     """The tokenizer of a model folder, giving the ids that `transformers` and Sentence Transformers would give.
 
-    `prefix` and `suffix` are the special tokens around every text; `special_ids` are those of all named special tokens.
+    `prefix` and `suffix` are the special tokens around every text, `num_special_tokens` of them together;
+    `special_ids` are those of all named special tokens.
     `truncation_side` is the one the folder asks for. Raises `ModelFolderError` when the files cannot be honoured.
     """
 
@@ -48,14 +50,10 @@ class Tokenizer:
         self.special_ids = backend.special_ids
         self.truncation_side = backend.truncation_side
         self.prefix, self.suffix = _special_tokens(self._tokenizer, folder)
+        self.num_special_tokens = len(self.prefix) + len(self.suffix)
         self._margin = max(MARGIN_TOKENS, getattr(self._tokenizer.model, "max_input_chars_per_word", 0))
         # Some folders have more tokens than the model has embeddings; their ids must not reach the model.
         self._has_surplus_tokens = self._tokenizer.get_vocab_size() > self._vocab_size
-
-    @property
-    def num_special_tokens(self) -> int:
-        """How many of a text's tokens are special ones in front and behind."""
-        return len(self.prefix) + len(self.suffix)
 
     def encode(
         self,
@@ -170,30 +168,30 @@ class Tokenizer:
                 _refuse_length(name_of(first + index), described, refuse_above)
 
     def _pack(self, bodies: list[Ids], max_tokens: int | None, side: str) -> EncodedPrompts:
-        lengths = np.fromiter(map(len, bodies), dtype=np.int32, count=len(bodies))
-        truncated = np.zeros(len(bodies), dtype=np.bool_)
-        if max_tokens is not None:
-            room = max(0, max_tokens - self.num_special_tokens)
-            truncated = lengths > room
-            for index in np.flatnonzero(truncated).tolist():
-                ids = bodies[index]
-                bodies[index] = ids[:room] if side == "right" else ids[len(ids) - room :]
-            lengths = np.minimum(lengths, np.int32(room))
-        prefix, suffix = self.prefix, self.suffix
+        # One pass in plain Python: for the common request of a single text, each call of numpy costs more than this.
+        num_special, prefix, suffix = self.num_special_tokens, self.prefix, self.suffix
+        room = sys.maxsize if max_tokens is None else max(0, max_tokens - num_special)
         flat: Ids = []
-        for ids in bodies:
+        lengths: Ids = []
+        truncated = np.zeros(len(bodies), dtype=np.bool_)
+        for index, ids in enumerate(bodies):
+            if len(ids) > room:
+                ids = ids[:room] if side == "right" else ids[len(ids) - room :]
+                truncated[index] = True
             flat += prefix
             flat += ids
             flat += suffix
-        token_ids = np.array(flat, dtype=np.int32)
-        if self._has_surplus_tokens and (surplus := token_ids[token_ids >= self._vocab_size]).size:
-            raise InvalidRequestError(
-                f"input holds {self._tokenizer.id_to_token(int(surplus[0]))!r}, a token of the tokenizer for which the "
-                "model has no embedding",
-                param="input",
-            )
+            lengths.append(len(ids) + num_special)
+        if self._has_surplus_tokens and max(flat, default=0) >= self._vocab_size:
+            self._refuse_surplus(flat)
         return EncodedPrompts(
-            token_ids=token_ids, lengths=lengths + np.int32(self.num_special_tokens), truncated=truncated
+            token_ids=np.array(flat, dtype=np.int32), lengths=np.array(lengths, dtype=np.int32), truncated=truncated
+        )
+
+    def _refuse_surplus(self, flat: Ids) -> NoReturn:
+        token = self._tokenizer.id_to_token(next(identifier for identifier in flat if identifier >= self._vocab_size))
+        raise InvalidRequestError(
+            f"input holds {token!r}, a token of the tokenizer for which the model has no embedding", param="input"
         )
 
     def _cut_ids(self, ids: TokenIds, max_tokens: int, side: str) -> TokenIds:
