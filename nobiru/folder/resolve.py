@@ -24,7 +24,7 @@ _OTHER_ENGINES = frozenset({"onnx", "openvino", "coreml", "tflite", "gguf", "ori
 
 
 def resolve_model(name: str | None) -> Path:
-    """The absolute folder of a model: `name` itself if it is a folder, else the model of that name in the cache or on the hub.
+    """The absolute path of a model: the folder `name`, else the model of that name in the local cache or on the hub.
 
     None is the default model, if its package is installed. Raises `ConfigError` that says what to do.
     """
