@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nobiru.cli.embed_job import chunks
+from nobiru.cli.embed import prepare
+from nobiru.cli.embed_job import chunks, run
 from nobiru.cli.main import main
 from nobiru.cli.rows import Row
 from nobiru.errors import InferenceError
@@ -301,3 +303,33 @@ def test_chunks_are_bounded_by_rows_and_by_characters() -> None:
     assert sizes == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert [len(chunk) for chunk in chunks(rows, 100, max_chars=5)] == [4, 2, 1, 1]
     assert list(chunks([], 3)) == []
+
+
+class ConstantLLM:
+    """Remembers nothing, so that the memory measured is the command's own."""
+
+    embedding_dim = DIMENSION
+
+    def embed(
+        self, prompts: Sequence[str], pooling_params: PoolingParams | None = None, *, use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        output = EmbeddingOutput(embedding=np.zeros(DIMENSION, dtype=np.float32))
+        return [EmbeddingRequestOutput(outputs=output, prompt_token_ids=[], truncated=False) for _ in prompts]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".npy", ".parquet"])
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet")
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"{n} " + "word " * 50}) + "\n" for n in range(20_000)))
+    values = {"input": source, "output": tmp_path / f"out{suffix}", "batch_rows": 256}
+    job = prepare(values)
+    tracemalloc.start()
+    try:
+        run(job, ConstantLLM)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert source.stat().st_size > 5_000_000
+    assert peak_bytes < 2_000_000
