@@ -102,6 +102,14 @@ def fault_injection() -> str | None:
     return os.environ.get(FAULT_INJECTION) or None
 
 
+def tokenize_in_calling_thread() -> None:
+    """Keep the tokenizers library from threads of its own, unless the user wants them.
+
+    In a server they would compete with the ranks for the cores, and a long text would hold up short ones in one pool.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def rank_environment(*, num_threads: int) -> dict[str, str]:
     """The environment for a rank process: this one's, with the size of OpenMP's pool set before torch is imported.
 

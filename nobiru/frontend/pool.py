@@ -80,4 +80,9 @@ def _num_chars(input: object) -> int:
         return len(input)
     if not isinstance(input, list | tuple):
         return 0
-    return sum(len(item) if isinstance(item, str | list | tuple) else 1 for item in input)
+    if not input or isinstance(input[0], int):
+        return len(input)
+    try:
+        return sum(map(len, input))
+    except TypeError:  # mixed: refused soon enough
+        return len(input)

@@ -8,7 +8,7 @@ from nobiru import machine
 from nobiru.config import EngineConfig, ServerConfig
 from nobiru.engine.client import ZmqClient
 from nobiru.engine.limits import scheduler_config
-from nobiru.env import rank_environment
+from nobiru.env import rank_environment, tokenize_in_calling_thread
 from nobiru.folder.read import read_folder
 from nobiru.frontend.frontend import Frontend
 from nobiru.frontend.pool import TokenizerPool
@@ -18,6 +18,7 @@ from nobiru.serving.server import run
 
 def start(server: ServerConfig, engine: EngineConfig) -> int:
     """Serve until told to stop; the exit code. Raises `ConfigError` or `ModelFolderError` before it listens."""
+    tokenize_in_calling_thread()
     folder = read_folder(Path(engine.model), max_model_len=engine.max_model_len)
     metrics = Metrics()
     client = ZmqClient(
