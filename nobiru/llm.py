@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from nobiru.request import (
 )
 from nobiru.scheduler import Sequence as ScheduledSequence
 
+logger = logging.getLogger("nobiru")
+
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -54,8 +57,11 @@ class LLM:
         scheduling_policy: SchedulingPolicy = "priority",
         num_threads: int | None = None,
     ) -> None:
+        folder = resolve_model(model)
+        if model is None:
+            logger.warning("no model given: using all-MiniLM-L6-v2, as installed in %s", folder)
         config = EngineConfig(
-            model=str(resolve_model(model)),
+            model=str(folder),
             dtype=dtype,
             device=device,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -177,7 +177,7 @@ async def _serve(
 ) -> int:
     started_s = time.monotonic()
     host, port = listener.getsockname()[:2]
-    log.info("nobiru %s listens on http://%s:%d and loads %s", __version__, _in_url(host), port, folder.name)
+    log.info("nobiru %s listens on http://%s:%d and loads %s", __version__, _in_url(host), port, _name(config, folder))
     client.launch_now()
     try:
         pool = load_pool()
@@ -201,8 +201,8 @@ async def _announce(config: ServerConfig, folder: ModelFolder, client: Engine, s
     while client.model_info is None:
         await asyncio.sleep(0.05)
     facts: dict[str, Any] = {
-        "model": folder.name,
         **client.model_info,
+        "model": _name(config, folder),
         "max_model_len": folder.max_model_len,
         "max_queued_tokens": config.max_queued_tokens,
         "max_body_bytes": config.max_body_bytes,
@@ -213,6 +213,10 @@ async def _announce(config: ServerConfig, folder: ModelFolder, client: Engine, s
         ", ".join(f"{name} {value}" for name, value in facts.items()),
         extra={"fields": facts},
     )
+
+
+def _name(config: ServerConfig, folder: ModelFolder) -> str:
+    return config.served_model_names[0] if config.served_model_names else folder.name
 
 
 def _uvicorn_config(app: NobiruApp) -> uvicorn.Config:
