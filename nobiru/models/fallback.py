@@ -2,8 +2,9 @@
 
 Where the architecture takes its attention from `transformers`' interface, a batch runs packed, as one row [1, T] with
 explicit positions, and attention is ours; a trial at load time compares that with the model's own one-by-one results.
-Otherwise, or if the trial differs, a batch runs in groups of similar lengths, padded and masked, through the model's
-own attention. Knows nothing of the layers themselves.
+Otherwise, or if the trial differs, a batch runs through the model's own attention in groups of similar lengths, padded
+and masked, or of equal lengths where padding changes an architecture's results (convolutions, Fourier transforms, …).
+Knows nothing of the layers themselves.
 
 Shape legend: T tokens, C hidden size, H heads, K key heads, D values a head, n sequences of a group, L its length.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.errors import ModelFolderError
@@ -31,37 +33,39 @@ from nobiru.ops.packed_attention import attention_path, packed_attention
 logger = logging.getLogger(__name__)
 
 # Lengths beyond the local attention of known architectures, and short ones beside them.
-_TRIAL_LENGTHS = (3, 160, 17, 5)
-# A packed row is longer than any sequence; a model with tables of positions must not mind.
+_TRIAL_LENGTHS = (3, 160, 17, 5, 16)
+_FILLER_LENGTH = 150
+_WINDOW_FIELDS = ("sliding_window", "local_attention")
+# Windows and tables of positions up to this many tokens are tried out; a trial has to take a second or two at most.
 _MAX_TRIAL_TOKENS = 1100
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def load_fallback(folder: ModelFolder, precision: Precision, device: torch.device) -> PackedFallback | PaddedFallback:
+def load_fallback(folder: ModelFolder, precision: Precision, device: torch.device) -> PackedFallback | GroupedFallback:
     """The encoder of a folder; `ModelFolderError` explains what cannot be served."""
     model = load_pretrained(folder, precision).to(device)
-    trial = _Trial(model, folder, precision.compute, device)
     with torch.inference_mode(), quiet():
-        trial.refuse_causal()
-        packed = trial.packed_or_reason()
-    if isinstance(packed, PackedFallback):
-        return packed
-    logger.info("%s: %s", folder.model_type, packed)
-    return PaddedFallback(model, padding_id=_padding_id(folder), reason=packed)
+        encoder = _Trial(model, folder, precision.compute, device).outcome()
+    logger.info("%s: %s", folder.model_type, encoder.attention)
+    return encoder
 
 
-class PaddedFallback:
-    """Groups of similar lengths as [n, L] with an attention mask, through the model's own attention."""
+class GroupedFallback:
+    """Groups of similar lengths as [n, L] with an attention mask, through the model's own attention.
 
-    def __init__(self, model: Any, *, padding_id: int, reason: str) -> None:
+    The padding of a group is at most an eighth of its tokens; with `pads` false there is none.
+    """
+
+    def __init__(self, model: Any, *, padding_id: int, pads: bool, reason: str) -> None:
         self._model = model
         self._padding_id = padding_id
-        self.attention = f"padded groups of similar lengths ({reason})"
+        self._min_run_tokens = math.inf if pads else 0
+        self.attention = f"{'padded groups of similar lengths' if pads else 'groups of equal lengths'} ({reason})"
 
     def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
-        """Hidden states [T, C]; the padding of a group is at most an eighth of its tokens."""
+        """Hidden states [T, C]."""
         parts = []
-        for group in layout.grouped(plan_groups(layout.lengths_B, min_run_tokens=math.inf)):
+        for group in layout.grouped(plan_groups(layout.lengths_B, min_run_tokens=self._min_run_tokens)):
             shape = (group.num_seqs, group.length)
             if group.padded_nL is None or group.key_mask_n11L is None or group.real_t is None:
                 ids_nL = token_ids_T[group.tokens].view(shape)
@@ -152,7 +156,7 @@ class _AttentionInterface:
 
 
 class _Trial:
-    """Finds out at load time what a model can do, on random token ids."""
+    """Finds out at load time what a model can do, on random token ids, compared with each sequence alone."""
 
     def __init__(self, model: Any, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> None:
         self._model = model
@@ -160,29 +164,54 @@ class _Trial:
         self._tolerance = _TOLERANCE[dtype]
         self._device = device
         self._padding_id = _padding_id(folder)
+        lengths = self._lengths()
+        self._layout = PackedLayout(lengths, device)
+        self._ids_T = self._random_ids(int(lengths.sum()))
 
-    def refuse_causal(self) -> None:
+    def outcome(self) -> PackedFallback | GroupedFallback:
+        """The fastest way of running the model whose results are right."""
+        self._refuse_causal()
+        alone = self._alone()
+        packed = self._packed_or_reason(alone)
+        if isinstance(packed, PackedFallback):
+            return packed
+        padded = GroupedFallback(self._model, padding_id=self._padding_id, pads=True, reason=packed)
+        wrong = self._difference(padded, alone)
+        if not wrong:
+            return padded
+        return GroupedFallback(self._model, padding_id=self._padding_id, pads=False, reason=f"padded: {wrong}")
+
+    def _refuse_causal(self) -> None:
         """Raises if the first token's state does not depend on the tokens behind it."""
+        file = self._folder.transformer_path / "config.json"
         first_id, *others = set(self._random_ids(16).tolist())
         ids_2L = torch.tensor([[first_id, other] for other in others[:2]], device=self._device)
-        hidden_2LC = _run(self._model, ids_2L, torch.ones_like(ids_2L))
+        try:
+            hidden_2LC = _run(self._model, ids_2L, torch.ones_like(ids_2L))
+        except Exception as error:
+            raise ModelFolderError(
+                f"{file}: field 'model_type' is {self._folder.model_type!r}, which does not run on token ids alone: "
+                f"{_brief(error)}"
+            ) from error
         first, second = hidden_2LC[:, 0]
         if bool((first - second).abs().max() <= 1e-6 * first.abs().max()):
             raise ModelFolderError(
-                f"{self._folder.transformer_path / 'config.json'}: field 'model_type' is {self._folder.model_type!r}, "
-                "whose attention is causal; this version serves encoders only"
+                f"{file}: field 'model_type' is {self._folder.model_type!r}, whose attention is causal; this version "
+                "serves encoders only"
             )
 
-    def packed_or_reason(self) -> PackedFallback | str:
+    def _alone(self) -> dict[int, Tensor]:
+        """Hidden states of some sequences, each run by itself, by the place where it ends."""
+        alone, seen = {}, set()
+        for start, end in zip(self._layout.starts_B.tolist(), self._layout.ends_B.tolist(), strict=True):
+            if end - start not in seen or end == self._layout.num_tokens:
+                ids_1L = self._ids_T[None, start:end]
+                alone[end] = _run(self._model, ids_1L, torch.ones_like(ids_1L))[0]
+                seen.add(end - start)
+        return alone
+
+    def _packed_or_reason(self, alone: Mapping[int, Tensor]) -> PackedFallback | str:
         """The model packed, with its attention replaced by ours, or why that does not work (and nothing replaced)."""
-        lengths = self._lengths()
-        ids_T = self._random_ids(int(lengths.sum()))
-        layout = PackedLayout(lengths, self._device)
-        alone = {
-            end: _run(self._model, ids_T[None, start:end], torch.ones_like(ids_T[None, start:end]))[0]
-            for start, end in zip(layout.starts_B.tolist(), layout.ends_B.tolist(), strict=True)
-            if end - start in _TRIAL_LENGTHS or end == layout.num_tokens
-        }
         own_name = self._model.config._attn_implementation
         interface = _AttentionInterface()
         self._model.set_attn_implementation(interface.register())
@@ -190,7 +219,7 @@ class _Trial:
         # Tables of positions begin at 0, or behind the padding id as in RoBERTa.
         for first_position in (0, self._padding_id + 1):
             packed = PackedFallback(self._model, interface, first_position=first_position)
-            reason = self._difference(packed, ids_T, layout, alone)
+            reason = self._difference(packed, alone)
             if not interface.num_calls:
                 reason = "the architecture has attention of its own"
                 break
@@ -200,28 +229,31 @@ class _Trial:
         self._model.set_attn_implementation(own_name)
         return reason
 
-    def _difference(
-        self, packed: PackedFallback, ids_T: Tensor, layout: PackedLayout, alone: Mapping[int, Tensor]
-    ) -> str:
-        """What is wrong with the packed result; empty if nothing is."""
+    def _difference(self, encoder: PackedFallback | GroupedFallback, alone: Mapping[int, Tensor]) -> str:
+        """What is wrong with the encoder's result; empty if nothing is."""
         try:
-            hidden_TC = packed.forward(ids_T, layout)
-        except Exception as error:  # whatever an architecture does not support, the padded path takes over and says why
-            return f"a packed batch fails with {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            hidden_TC = encoder.forward(self._ids_T, self._layout)
+        except Exception as error:  # whatever an architecture does not support: another way takes over and says why
+            return f"a batch fails with {_brief(error)}"
         worst = 0.0
         for end, expected in alone.items():
             found = hidden_TC[end - expected.shape[0] : end]
             worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
-        return "" if worst <= self._tolerance else f"a packed batch differs by {worst:.1e} from sequences alone"
+        return "" if worst <= self._tolerance else f"a batch differs by {worst:.1e} from sequences alone"
 
-    def _lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        longest = self._folder.max_model_len
-        lengths = [min(length, longest) for length in _TRIAL_LENGTHS]
-        rows = self._folder.config.get("max_position_embeddings")
+    def _lengths(self) -> NDArray[np.int64]:
+        """Lengths on both sides of a window, and in all more tokens than a table of positions has rows."""
+        config, longest = self._folder.config, self._folder.max_model_len
+        lengths = list(_TRIAL_LENGTHS)
+        for name in _WINDOW_FIELDS:
+            window = config.get(name)
+            if isinstance(window, int) and max(_TRIAL_LENGTHS) - 8 < window < _MAX_TRIAL_TOKENS:
+                lengths.append(window + 8)
+        rows = config.get("max_position_embeddings")
         if isinstance(rows, int) and rows < _MAX_TRIAL_TOKENS:
-            filler = min(_TRIAL_LENGTHS[1], longest) - 1 or 1
+            filler = min(_FILLER_LENGTH, longest)
             lengths += [filler] * (rows // filler + 1)
-        return np.sort(np.array(lengths, dtype=np.int64))
+        return np.sort(np.minimum(np.array(lengths, dtype=np.int64), longest))
 
     def _random_ids(self, count: int) -> Tensor:
         """[T] token ids, none of them padding."""
@@ -232,6 +264,10 @@ class _Trial:
 
 def _run(model: Any, ids_nL: Tensor, mask_nL: Tensor) -> Tensor:
     return _hidden(model(input_ids=ids_nL, attention_mask=mask_nL))
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
 
 def _hidden(output: Any) -> Tensor:

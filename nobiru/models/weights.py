@@ -46,8 +46,8 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = _locate(folder)
         self._opened: dict[Path, Any] = {}
+        self._files = self._locate()
 
     @property
     def names(self) -> list[str]:
@@ -59,12 +59,28 @@ class TensorFiles:
     def load(self, name: str) -> Tensor:
         """The tensor in the file's dtype, on the CPU, perhaps a view of the mapped file."""
         file = self._files[name]
-        if file not in self._opened:
-            self._opened[file] = _open(file)
-        opened = self._opened[file]
+        opened = self._open(file)
         with _readable(file):
             tensor: Tensor = opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         return tensor
+
+    def _locate(self) -> dict[str, Path]:
+        """Which file holds which tensor. Safetensors are preferred; pickled files may hold tensors only."""
+        for name in (_SAFETENSORS, _PICKLED):
+            file, index = self.folder / name, self.folder / f"{name}.index.json"
+            if file.is_file():
+                opened = self._open(file)
+                return dict.fromkeys(opened if isinstance(opened, dict) else opened.keys(), file)
+            if index.is_file():
+                return _from_index(index)
+        raise ModelFolderError(
+            f"{self.folder}: no weights found; {_SAFETENSORS} or {_PICKLED} is expected, or their shards with an index"
+        )
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = _open(file)
+        return self._opened[file]
 
 
 class EncoderWeights:
@@ -182,19 +198,6 @@ def listed(names: Sequence[str]) -> str:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _locate(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor. Safetensors are preferred; pickled files may hold tensors only."""
-    for name in (_SAFETENSORS, _PICKLED):
-        if (folder / name).is_file():
-            return dict.fromkeys(_names_in(folder / name), folder / name)
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _from_index(index)
-    raise ModelFolderError(
-        f"{folder}: no weights found; {_SAFETENSORS} or {_PICKLED} is expected, or their shards with an index"
-    )
-
-
 def _from_index(index: Path) -> dict[str, Path]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -208,11 +211,6 @@ def _from_index(index: Path) -> dict[str, Path]:
         if not file.is_file():
             raise ModelFolderError(f"{index}: names the file {file.name}, which is not there")
     return files
-
-
-def _names_in(file: Path) -> list[str]:
-    opened = _open(file)
-    return list(opened if isinstance(opened, dict) else opened.keys())
 
 
 def _open(file: Path) -> Any:

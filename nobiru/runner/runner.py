@@ -24,7 +24,7 @@ from nobiru.request import SequenceInput, Vectors
 from nobiru.runner.batch import pack
 from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
 
-_WARM_UP_LENGTHS = ((1,), (8, 8, 13), (64,) * 4, (256,))
+_WARM_UP_LENGTHS = ((1,), (8, 8, 13), (64, 64))
 
 
 class PoolingRunner:

@@ -159,7 +159,7 @@ def test_a_prompt_that_covers_the_whole_text(case: Callable[[str], Case]) -> Non
         ("nomic-bert", "packed"),
         ("electra", "packed"),
         ("albert", "packed"),
-        ("deberta-v2", "padded"),
+        ("deberta-v2", "padded groups"),
     ],
 )
 def test_which_way_an_architecture_runs(name: str, way: str, case: Callable[[str], Case]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.registry import load_encoder
 from nobiru.models.weights import FLOAT32, EncoderWeights
+from nobiru.ops.layout import PackedLayout
 from nobiru.runner.runner import PoolingRunner
 from tests.small_models import make
 
@@ -151,7 +153,7 @@ def test_pickled_code_is_not_run(folder: Path, tmp_path: Path, as_zip: bool) -> 
     if as_zip:
         torch.save({"embeddings.word_embeddings.weight": Trap(target)}, file)
     else:
-        file.write_bytes(pickle.dumps({"x": Trap(target)}))
+        file.write_bytes(pickle.dumps({"x": Trap(target)}, protocol=2))
     with pytest.raises(ModelFolderError, match="plain tensors"):
         load(folder)
     assert not target.exists()
@@ -224,6 +226,32 @@ def test_the_encoder_of_t5_is_served(folder: Path, tmp_path: Path) -> None:
     )
     t5 = fallback_folder(tmp_path / "t5", transformers.T5ForConditionalGeneration(config).eval(), read_folder(folder))
     assert load_encoder(t5, FLOAT32, CPU).attention.startswith("padded")
+
+
+def test_convolutions_run_without_padding(folder: Path, tmp_path: Path) -> None:
+    """Padding would change the results of tokens near it; Sentence Transformers' own depend on the batch there."""
+    torch.manual_seed(0)
+    config = transformers.ConvBertConfig(
+        vocab_size=400, hidden_size=64, embedding_size=32, num_hidden_layers=2, num_attention_heads=4, head_ratio=2
+    )
+    convbert = fallback_folder(tmp_path / "convbert", transformers.ConvBertModel(config).eval(), read_folder(folder))
+    encoder = load_encoder(convbert, FLOAT32, CPU)
+    assert encoder.attention.startswith("groups of equal lengths")
+    ids = torch.randint(1, 400, (2 + 3 + 3 + 9,))
+    with torch.inference_mode():
+        together = encoder.forward(ids, PackedLayout(np.array([2, 3, 3, 9])))
+        for start, end in ((0, 2), (2, 5), (5, 8), (8, 17)):
+            alone = encoder.forward(ids[start:end], PackedLayout(np.array([end - start])))
+            torch.testing.assert_close(together[start:end], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_models_that_need_more_than_token_ids(folder: Path, tmp_path: Path) -> None:
+    config = transformers.LiltConfig(
+        vocab_size=400, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    )
+    lilt = fallback_folder(tmp_path / "lilt", transformers.LiltModel(config), read_folder(folder))
+    with pytest.raises(ModelFolderError, match="'lilt', which does not run on token ids alone"):
+        load_encoder(lilt, FLOAT32, CPU)
 
 
 def test_fallback_weights_must_be_complete(folder: Path, tmp_path: Path) -> None:
