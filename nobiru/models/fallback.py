@@ -56,6 +56,8 @@ class GroupedFallback:
     The padding of a group is at most an eighth of its tokens; with `pads` false there is none.
     """
 
+    is_reentrant = False
+
     def __init__(self, model: Any, *, padding_id: int, pads: bool, reason: str) -> None:
         self._model = model
         self._padding_id = padding_id
@@ -80,6 +82,8 @@ class GroupedFallback:
 
 class PackedFallback:
     """One row [1, T] with explicit positions from `first_position`; attention is that of `interface`."""
+
+    is_reentrant = False
 
     def __init__(self, model: Any, interface: _AttentionInterface, *, first_position: int) -> None:
         self._model = model

@@ -19,9 +19,11 @@ from nobiru.ops.layout import PackedLayout
 
 
 class Encoder(Protocol):
-    """Maps a packed batch to hidden states. `attention` says in words how sequences are kept apart."""
+    """Maps a packed batch to hidden states. `attention` says in words how sequences are kept apart; several threads may
+    call `forward` at once if `is_reentrant`."""
 
     attention: str
+    is_reentrant: bool
 
     def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
         """Token ids [T] → hidden states [T, C] in the dtype of arithmetic."""

@@ -68,6 +68,8 @@ class Embeddings:
 class StackEncoder:
     """Embeddings, then layers. `forward` maps a packed batch to hidden states."""
 
+    is_reentrant = True
+
     def __init__(
         self, embeddings: Embeddings, blocks: list[PostNormBlock], config: StackConfig, bias_HMM: Tensor | None = None
     ) -> None:

@@ -1,7 +1,7 @@
 """Runs one step of an embedding model: sequences in, one float32 vector for each out.
 
-Owns the model on its device and the order of operations behind it. Knows nothing of queues, plans or clients; threads
-are set by whoever starts the process.
+Owns the model on its device and the order of operations behind it. Knows nothing of queues, plans or clients. How many
+threads to use is set by whoever starts the process, with `torch.set_num_threads` before loading.
 
 Shape legend: B sequences, D embedding size.
 """
@@ -23,6 +23,7 @@ from nobiru.models.weights import Precision, read_module_weights
 from nobiru.request import SequenceInput, Vectors
 from nobiru.runner.batch import pack
 from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
+from nobiru.runner.shares import ShareThreads, plan_shares
 
 _WARM_UP_LENGTHS = ((1,), (8, 8, 13), (64, 64))
 
@@ -41,6 +42,9 @@ class PoolingRunner:
         self._pooler = Pooler(folder.pooling)
         self._modules = _build_modules(folder, device)
         self._ends_normalized = isinstance(folder.modules[-1], NormalizeSpec)
+        num_threads = torch.get_num_threads()
+        shared = device.type == "cpu" and encoder.is_reentrant and num_threads > 1
+        self._threads = ShareThreads(num_threads) if shared else None
 
     @classmethod
     def load(cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int) -> PoolingRunner:
@@ -59,10 +63,23 @@ class PoolingRunner:
     def run(self, sequences: Sequence[SequenceInput]) -> list[Vectors]:
         """One vector [D] (or [dimensions]) per sequence, in order.
 
-        `InvalidRequestError` for a sequence that is empty, too long or has unknown token ids; nothing is run then.
+        `InvalidRequestError` if a sequence is empty, too long or has unknown token ids; there are no results then.
         """
         if not sequences:
             return []
+        lengths = [sequence.token_ids.size for sequence in sequences]
+        num_shares = self._threads.num_threads if self._threads else 1
+        shares = plan_shares(lengths, num_shares, self._folder.hidden_size)
+        if shares is None or self._threads is None:
+            return self._run_share(sequences)
+        results: list[Vectors] = [np.empty(0, dtype=np.float32)] * len(sequences)
+        parts = self._threads.map(self._run_share, [[sequences[number] for number in share] for share in shares])
+        for share, vectors in zip(shares, parts, strict=True):
+            for number, vector in zip(share, vectors, strict=True):
+                results[number] = vector
+        return results
+
+    def _run_share(self, sequences: Sequence[SequenceInput]) -> list[Vectors]:
         batch = pack(
             sequences,
             vocab_size=self._folder.vocab_size,

@@ -178,6 +178,20 @@ def test_packing_that_differs_is_not_used(case: Callable[[str], Case], monkeypat
     assert_close(found, case("nomic-bert").reference, min_cosine=0.99999, max_difference=1e-4)
 
 
+def test_two_threads_give_what_one_gives(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = []
+    plan = runner_module.plan_shares
+    monkeypatch.setattr(runner_module, "plan_shares", lambda *args: cuts.append(plan(*args)) or cuts[-1])
+    torch.set_num_threads(2)
+    try:
+        runner = case("bert-all-modes").runner()
+        found = np.stack(runner.run(case("bert-all-modes").sequences))
+        assert cuts[-1] is not None and len(cuts[-1]) == 2
+    finally:
+        torch.set_num_threads(1)
+    assert_close(found, case("bert-all-modes").reference, min_cosine=0.99999, max_difference=1e-4)
+
+
 def test_nothing_to_do(case: Callable[[str], Case]) -> None:
     runner = case("bert-cls").runner()
     runner.warm_up()
