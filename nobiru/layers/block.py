@@ -15,6 +15,7 @@ from torch import Tensor
 from nobiru.layers.linear import Linear
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.packed_attention import packed_attention
+from nobiru.ops.scratch import Scratch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Norm:
 class PostNormBlock:
     """One layer. `qkv` is the fused projection C → 3 C, `up` includes the activation.
 
-    Sums are taken in place of a projection's output, so a layer allocates nothing beyond its products.
+    Sums are taken in place of a projection's output, and outputs that end inside the layer lie in `scratch`.
     """
 
     num_heads: int
@@ -44,10 +45,15 @@ class PostNormBlock:
     down: Linear
     output_norm: Norm
 
-    def __call__(self, x_TC: Tensor, layout: PackedLayout, bias_HMM: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, layout: PackedLayout, scratch: Scratch | None, bias_HMM: Tensor | None = None
+    ) -> Tensor:
+        wide, attended, narrow = (scratch.wide, scratch.attended, scratch.narrow) if scratch else (None, None, None)
         num_tokens, hidden_size = x_TC.shape
         head_size = hidden_size // self.num_heads
-        q_THD, k_THD, v_THD = self.qkv(x_TC).view(num_tokens, 3, self.num_heads, head_size).unbind(1)
-        attended_THD = packed_attention(q_THD, k_THD, v_THD, layout, scale=head_size**-0.5, bias_HMM=bias_HMM)
-        x_TC = self.attention_norm(self.attention_out(attended_THD.flatten(1)).add_(x_TC))
-        return self.output_norm(self.down(self.up(x_TC)).add_(x_TC))
+        q_THD, k_THD, v_THD = self.qkv(x_TC, wide).view(num_tokens, 3, self.num_heads, head_size).unbind(1)
+        attended_THD = packed_attention(
+            q_THD, k_THD, v_THD, layout, scale=head_size**-0.5, bias_HMM=bias_HMM, buffer=attended
+        )
+        x_TC = self.attention_norm(self.attention_out(attended_THD.flatten(1), narrow).add_(x_TC))
+        return self.output_norm(self.down(self.up(x_TC, wide), narrow).add_(x_TC))

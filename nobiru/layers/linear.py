@@ -12,22 +12,27 @@ Shape legend: T tokens, I input values, O output values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nobiru.layers.activation import Activation
+from nobiru.ops.scratch import Buffer
 
-Linear = Callable[[Tensor], Tensor]
+
+class Linear(Protocol):
+    def __call__(self, x_TI: Tensor, buffer: Buffer | None = None) -> Tensor:
+        """x [T, I] → activation(x @ weight.T + bias) [T, O], in the buffer's memory if there is one and it can be."""
+
 
 # oneDNN chooses the arrangement of weights for about this many tokens; others work too.
 _PACK_FOR_TOKENS = 512
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, activation: Activation | None = None) -> Linear:
-    """x [T, I] → activation(x @ weight.T + bias) [T, O], a fresh tensor."""
+    """The linear layer of these weights, with the activation behind it."""
     if weight_OI.device.type == "cpu" and weight_OI.dtype in (torch.bfloat16, torch.float16):
         packed = _packed(weight_OI, bias_O, activation)
         if packed is not None:
@@ -43,8 +48,12 @@ class PlainLinear:
         self._bias_O = bias_O
         self._activation = activation
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        y_TO = F.linear(x_TI, self._weight_OI, self._bias_O)
+    def __call__(self, x_TI: Tensor, buffer: Buffer | None = None) -> Tensor:
+        if buffer is None or self._bias_O is None:
+            y_TO = F.linear(x_TI, self._weight_OI, self._bias_O)
+        else:
+            out_TO = buffer.take(x_TI.shape[0], self._weight_OI.shape[0], dtype=x_TI.dtype)
+            y_TO = torch.addmm(self._bias_O, x_TI, self._weight_OI.mT, out=out_TO)
         return y_TO if self._activation is None else self._activation.apply(y_TO)
 
 
@@ -58,7 +67,7 @@ class PackedLinear:
         self._operation, self._algorithm = fused or ("none", "")
         self._activation = activation if fused is None else None
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
+    def __call__(self, x_TI: Tensor, buffer: Buffer | None = None) -> Tensor:
         y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
             x_TI, self._packed, self._bias_O, self._operation, [], self._algorithm
         )

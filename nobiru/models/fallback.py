@@ -29,6 +29,7 @@ from nobiru.models.pretrained import load_pretrained, quiet
 from nobiru.models.weights import Precision
 from nobiru.ops.layout import PackedLayout, plan_groups
 from nobiru.ops.packed_attention import attention_path, packed_attention
+from nobiru.ops.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class GroupedFallback:
         self._min_run_tokens = math.inf if pads else 0
         self.attention = f"{'padded groups of similar lengths' if pads else 'groups of equal lengths'} ({reason})"
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
         """Hidden states [T, C]."""
         parts = []
         for group in layout.grouped(plan_groups(layout.lengths_B, min_run_tokens=self._min_run_tokens)):
@@ -92,7 +93,7 @@ class PackedFallback:
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         self.attention = "packed"
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
         """Hidden states [T, C]."""
         ids_1T = token_ids_T[None]
         # Types are given too: a table of them inside the model is only as long as its longest sequence.

@@ -16,6 +16,7 @@ from nobiru.models.fallback import load_fallback
 from nobiru.models.mpnet import load_mpnet
 from nobiru.models.weights import Precision
 from nobiru.ops.layout import PackedLayout
+from nobiru.ops.scratch import Scratch
 
 
 class Encoder(Protocol):
@@ -25,8 +26,8 @@ class Encoder(Protocol):
     attention: str
     is_reentrant: bool
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
-        """Token ids [T] → hidden states [T, C] in the dtype of arithmetic."""
+    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
+        """Token ids [T] → hidden states [T, C] in the dtype of arithmetic. `scratch`, on CPUs, is the thread's own."""
 
 
 Loader = Callable[[ModelFolder, Precision, torch.device], Encoder]

@@ -20,6 +20,7 @@ from nobiru.models.config import StackConfig
 from nobiru.models.weights import EncoderWeights
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.packed_attention import attention_path
+from nobiru.ops.scratch import Scratch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +84,11 @@ class StackEncoder:
             has_bias=bias_HMM is not None,
         )
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
-        """Hidden states [T, C] of the last layer."""
+    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
+        """Hidden states [T, C] of the last layer, in memory of their own."""
         hidden_TC = self._embeddings(token_ids_T, layout)
         for block in self._blocks:
-            hidden_TC = block(hidden_TC, layout, self._bias_HMM)
+            hidden_TC = block(hidden_TC, layout, scratch, self._bias_HMM)
         return hidden_TC
 
 

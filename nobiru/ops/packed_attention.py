@@ -2,9 +2,9 @@
 
 On CUDA in half precision a ragged kernel (`varlen_attn`) takes the batch as it is. Elsewhere the batch runs in groups
 of similar lengths through `scaled_dot_product_attention`: groups of equal lengths are views of the batch, others are
-gathered, padded and masked. On CPUs that kernel beat `baddbmm` + softmax + `bmm` at every length from 16 to 512 (by 1.2
-to 3, at 12 heads of 32 and of 64 values), because it reads the strided rows of a fused projection without copying them;
-below 16 tokens the two are equal.
+gathered, padded and masked. On an AVX2 CPU that kernel beat `baddbmm` + softmax + `bmm` for 12 heads of 64 values at
+every length from 8 to 512 (by 1.1 to 2), and for 12 heads of 32 values from 48 tokens on (by 1.2 to 3), because it reads
+the strided rows of a fused projection without copying them; below 48 tokens the two were equal within a fifth or so.
 
 Shape legend: T tokens, H query heads, K key heads, D values a head, n sequences of a group, L its length, M the
 model's limit of tokens, Q queries of a block.
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nobiru.ops.layout import Group, PackedLayout
+from nobiru.ops.scratch import Buffer
 
 # Local attention runs in blocks of queries this long, each with the keys its window reaches.
 _QUERY_BLOCK = 128
@@ -34,8 +35,9 @@ def packed_attention(
     scale: float,
     window: int | None = None,
     bias_HMM: Tensor | None = None,
+    buffer: Buffer | None = None,
 ) -> Tensor:
-    """softmax(q @ k.T * scale + bias) @ v within each sequence: [T, H, D].
+    """softmax(q @ k.T * scale + bias) @ v within each sequence: [T, H, D], perhaps in the buffer's memory.
 
     `window` w lets token i attend to j only if |i - j| <= w. `bias_HMM[:, i, j]` is added to the scores of token i and
     j of every sequence. Fewer key heads than query heads are shared by neighbouring query heads.
@@ -45,7 +47,10 @@ def packed_attention(
     groups = layout.groups
     if len(groups) == 1:
         return _attend_group(q_THD, k_TKD, v_TKD, groups[0], scale, window, bias_HMM)
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if buffer is None:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    else:
+        out_THD = buffer.take(*q_THD.shape, dtype=q_THD.dtype)
     for group in groups:
         out_THD[group.tokens] = _attend_group(q_THD, k_TKD, v_TKD, group, scale, window, bias_HMM)
     return out_THD

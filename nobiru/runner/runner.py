@@ -8,6 +8,7 @@ Shape legend: B sequences, D embedding size.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from nobiru.layers.modules import Module, build_module, normalize, weight_shapes
 from nobiru.layers.pooling import Pooler
 from nobiru.models.registry import Encoder, load_encoder
 from nobiru.models.weights import Precision, read_module_weights
+from nobiru.ops.scratch import Scratch
 from nobiru.request import SequenceInput, Vectors
 from nobiru.runner.batch import pack
 from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
@@ -45,6 +47,7 @@ class PoolingRunner:
         num_threads = torch.get_num_threads()
         shared = device.type == "cpu" and encoder.is_reentrant and num_threads > 1
         self._threads = ShareThreads(num_threads) if shared else None
+        self._of_thread = threading.local()
 
     @classmethod
     def load(cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int) -> PoolingRunner:
@@ -87,11 +90,20 @@ class PoolingRunner:
             device=self._device,
         )
         with torch.inference_mode():
-            hidden = self._encoder.forward(batch.token_ids_T, batch.layout)
+            hidden = self._encoder.forward(batch.token_ids_T, batch.layout, self._scratch())
             vectors_BD = self._pooler(hidden, batch.layout, batch.num_skipped_B)
             for module in self._modules:
                 vectors_BD = module(vectors_BD)
             return self._finish(vectors_BD, batch.order_B.tolist(), sequences)
+
+    def _scratch(self) -> Scratch | None:
+        """The calling thread's memory for intermediate results; none on devices whose allocator keeps memory."""
+        if self._device.type != "cpu":
+            return None
+        scratch: Scratch | None = getattr(self._of_thread, "scratch", None)
+        if scratch is None:
+            scratch = self._of_thread.scratch = Scratch()
+        return scratch
 
     def describe(self) -> dict[str, str | int | float | bool | None]:
         """What the start line says: `dtype` is that of the weights, `compute_dtype` that of arithmetic."""

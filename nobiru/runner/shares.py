@@ -2,8 +2,8 @@
 
 On CPUs the usual way to use several cores is to split every operation over all of them; each of a forward pass' some
 hundred operations then waits for its slowest thread. Beside another busy process that is fatal: every wait costs a time
-slice. A share runs from start to end on one core and waits once. Measured on 2 cores with MiniLM (tokens/s, operations
-split / shares): alone 6,354 / 6,640 for 2048 tokens of short texts; beside one busy process 591 / 3,064 for 1024.
+slice. A share runs from start to end on one core and waits once. Measured with MiniLM in float32 on 2 cores, 1024 tokens
+of short texts a step (tokens/s, operations split / shares): alone 6,043 / 6,417, beside busy processes 583 / 2,888.
 
 Owns the cut, a pure function, and the threads. Knows nothing of models.
 """

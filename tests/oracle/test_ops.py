@@ -20,6 +20,7 @@ from nobiru.models.mpnet import relative_buckets
 from nobiru.ops import reference
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.packed_attention import packed_attention
+from nobiru.ops.scratch import Buffer
 
 LENGTHS = st.lists(st.integers(1, 24) | st.integers(60, 150), min_size=1, max_size=12).map(sorted)
 
@@ -141,3 +142,23 @@ def test_packing_that_goes_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(made(x), F.linear(x, weight))
     monkeypatch.setattr(linear, "PackedLinear", type("Right", (PlainLinear,), {}))
     assert type(make_linear(weight, None)).__name__ == "Right"
+
+
+def test_buffers_are_used_again_and_grow() -> None:
+    buffer = Buffer()
+    first = buffer.take(4, 6, dtype=torch.float32)
+    assert first.shape == (4, 6)
+    assert buffer.take(3, 5, dtype=torch.float32).data_ptr() == first.data_ptr()
+    assert buffer.take(100, 6, dtype=torch.float32).shape == (100, 6)
+    assert buffer.take(2, 2, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_results_in_buffers_are_the_same() -> None:
+    weight, bias, x = (torch.randn(*s, generator=generator()) for s in ((48, 32), (48,), (9, 32)))
+    layer = make_linear(weight, bias, ACTIVATIONS["gelu"])
+    torch.testing.assert_close(layer(x, Buffer()), layer(x))
+    layout = layout_of([2, 3, 20, 90])
+    q = torch.randn(layout.num_tokens, 2, 16, generator=generator())
+    assert torch.equal(
+        packed_attention(q, q, q, layout, scale=1.0, buffer=Buffer()), packed_attention(q, q, q, layout, scale=1.0)
+    )
