@@ -3,7 +3,7 @@
 On CUDA in half precision a ragged kernel (`varlen_attn`) takes the batch as it is. Elsewhere the batch runs in groups
 of similar lengths through `scaled_dot_product_attention`: groups of equal lengths are views of the batch, others are
 gathered, padded and masked. On an AVX2 CPU that kernel beat `baddbmm` + softmax + `bmm` for 12 heads of 64 values at
-every length from 8 to 512 (by 1.1 to 2), and for 12 heads of 32 values from 48 tokens on (by 1.2 to 3), because it reads
+every length from 8 to 512 (by 1.1 to 2), and for 12 heads of 32 values from 48 tokens on (1.2 to 3), because it reads
 the strided rows of a fused projection without copying them; below 48 tokens the two were equal within a fifth or so.
 
 Shape legend: T tokens, H query heads, K key heads, D values a head, n sequences of a group, L its length, M the
