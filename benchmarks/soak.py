@@ -240,8 +240,11 @@ def main() -> int:
     parser.add_argument("--kill-every-s", type=float, help="SIGKILL the rank this often")
     parser.add_argument("--max-growth-mib", type=float, default=64)
     parser.add_argument("--server-arg", action="append", default=[], help="one more argument of nobiru serve; repeat")
-    parser.add_argument("command", nargs="*", help="a load command instead of the built-in clients, behind --")
-    result = run(parser.parse_args())
+    arguments = sys.argv[1:]
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:split])
+    args.command = arguments[split + 1 :]  # a load command instead of the built-in clients
+    result = run(args)
     print(json.dumps(result))
     return 0 if result["ok"] else 1
 

@@ -25,7 +25,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     policy: SchedulingPolicy = "priority"
     lookahead: int = 64
     age_limit_s: float = 10.0
-    min_step_tokens: int = 64
+    min_step_tokens: int = 32
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

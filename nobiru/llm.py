@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nobiru.config import Device, Dtype, EngineConfig, SchedulingPolicy
 from nobiru.engine.build import build_engine
 from nobiru.engine.core import EngineCore
+from nobiru.engine.limits import OFFLINE_TOKEN_BUDGET
 from nobiru.errors import InvalidRequestError, NobiruError
 from nobiru.folder.resolve import resolve_model
 from nobiru.frontend.frontend import Frontend
@@ -71,7 +72,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             num_threads=num_threads,
         )
-        engine = build_engine(config)
+        engine = build_engine(config, default_budget=OFFLINE_TOKEN_BUDGET)
         self._core: EngineCore = engine.core
         self._frontend = Frontend(engine.folder, auto_truncate=True)
         self._policy = config.scheduling_policy

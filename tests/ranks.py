@@ -14,7 +14,7 @@ import numpy as np
 
 from nobiru.config import EngineConfig
 from nobiru.engine.client import ZmqClient
-from nobiru.engine.limits import scheduler_config
+from nobiru.engine.limits import SERVER_TOKEN_BUDGET, scheduler_config
 from nobiru.folder.read import read_folder
 from nobiru.request import EncodedPrompts, PoolingRequest
 
@@ -45,7 +45,7 @@ async def running(
     folder = read_folder(model)
     client = ZmqClient(
         config,
-        limits=scheduler_config(config, folder),
+        limits=scheduler_config(config, folder, default_budget=SERVER_TOKEN_BUDGET),
         embedding_dim=folder.embedding_dim,
         environment={**os.environ, "NOBIRU_FAULT_INJECTION": faults},
         observer=Steps(),

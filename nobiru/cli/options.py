@@ -151,7 +151,9 @@ MaxModelLen = Annotated[int | None, _option(MODEL, "Longest text in tokens.", "t
 NumThreads = Annotated[
     int | None, _option(MODEL, "Threads of the arithmetic on a CPU.", "one per core, within container limits")
 ]
-MaxNumBatchedTokens = Annotated[int | None, _option(BATCHING, "Most tokens in one batch.", "2048, or the longest text")]
+MaxNumBatchedTokens = Annotated[
+    int | None, _option(BATCHING, "Most tokens in one batch.", "1024 on a CPU, 16384 on CUDA")
+]
 MaxNumSeqs = Annotated[int | None, _option(BATCHING, "Most texts in one batch.", _engine("max_num_seqs"))]
 
 # ---- options of serve ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from nobiru import env, machine
 from nobiru.config import EngineConfig
 from nobiru.engine.core import EngineCore
-from nobiru.engine.limits import scheduler_config
+from nobiru.engine.limits import CUDA_TOKEN_BUDGET, scheduler_config
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.runner import device_errors
@@ -37,14 +37,21 @@ class Engine:
     info: Info
 
 
-def build_engine(config: EngineConfig, *, on_plan: Callable[[Plan], None] = lambda plan: None) -> Engine:
-    """Load the model of `config`; raises `ConfigError` or `ModelFolderError`."""
+def build_engine(
+    config: EngineConfig, *, default_budget: int, on_plan: Callable[[Plan], None] = lambda plan: None
+) -> Engine:
+    """Load the model of `config`; raises `ConfigError` or `ModelFolderError`.
+
+    `default_budget` is the number of tokens a step takes on a CPU when `config` does not say.
+    """
     num_threads = config.num_threads or machine.default_num_threads()
     torch.set_num_threads(num_threads)
     folder = read_folder(Path(config.model), max_model_len=config.max_model_len)
-    limits = scheduler_config(config, folder)
     runner = PoolingRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=folder.max_model_len)
     runner.warm_up()
+    limits = scheduler_config(
+        config, folder, default_budget=CUDA_TOKEN_BUDGET if runner.device_type == "cuda" else default_budget
+    )
     info: Info = {
         "model": folder.name,
         **runner.describe(),

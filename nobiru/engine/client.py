@@ -189,6 +189,7 @@ class ZmqClient:
 
     def _on_loaded(self, rank: Rank, message: Loaded) -> None:
         self.model_info = dict(message.info)
+        self._ledger.max_slice_tokens = message.max_num_batched_tokens
         self._serving = rank
         self.last_forward_s = time.monotonic()  # loading ends with a warm-up pass
         self._send_slices()

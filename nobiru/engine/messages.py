@@ -49,7 +49,7 @@ ToRank = Add | Abort | Probe | Stop
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded", kw_only=True):
     """The model is loaded and warm. `info` says what for the start line: dtype, device, threads, limits."""
 
-    embedding_dim: int
+    max_num_batched_tokens: int
     info: dict[str, str | int | float | bool | None]
 
 

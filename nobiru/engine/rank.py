@@ -21,6 +21,7 @@ import zmq
 from nobiru import env
 from nobiru.engine import messages
 from nobiru.engine.core import EngineCore, StepOutput
+from nobiru.engine.limits import SERVER_TOKEN_BUDGET
 from nobiru.engine.messages import Abort, Add, Crashed, Failure, Loaded, Probe, ProbeDone, StartFailed, StepDone, Stop
 from nobiru.engine.rank_spec import RankSpec
 from nobiru.engine.recorder import FlightRecorder
@@ -180,7 +181,9 @@ def _serve(spec: RankSpec, socket: zmq.Socket[bytes], recorder: FlightRecorder) 
         from nobiru.engine.build import build_engine  # torch, after the process has said that it lives
 
         engine = build_engine(
-            spec.engine, on_plan=lambda plan: recorder.step_begins([each.seq_id for each in plan.sequences])
+            spec.engine,
+            default_budget=SERVER_TOKEN_BUDGET,
+            on_plan=lambda plan: recorder.step_begins([each.seq_id for each in plan.sequences]),
         )
     except Exception as error:
         permanent = isinstance(error, ConfigError | ModelFolderError)
@@ -189,7 +192,8 @@ def _serve(spec: RankSpec, socket: zmq.Socket[bytes], recorder: FlightRecorder) 
         message = str(error) if permanent else f"{type(error).__name__}: {error}"
         socket.send(messages.encode(StartFailed(message=message, permanent=permanent)))
         return 1
-    socket.send(messages.encode(Loaded(embedding_dim=engine.folder.embedding_dim, info=engine.info)))
+    budget = engine.core.scheduler.config.max_num_batched_tokens
+    socket.send(messages.encode(Loaded(max_num_batched_tokens=budget, info=engine.info)))
     try:
         RankServer(engine.core, socket, recorder).run()
     except Exception as error:

@@ -27,6 +27,8 @@ from nobiru.runner.batch import pack
 from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
 from nobiru.runner.shares import ShareThreads, plan_shares
 
+# So few tokens take as long to spread over the cores as to compute on one, and one core waits for nobody.
+_MAX_TOKENS_ON_ONE_CORE = 24
 _WARM_UP_LENGTHS = ((1,), (8, 8, 13), (64, 64))
 
 
@@ -73,8 +75,11 @@ class PoolingRunner:
         lengths = [sequence.token_ids.size for sequence in sequences]
         num_shares = self._threads.num_threads if self._threads else 1
         shares = plan_shares(lengths, num_shares, self._folder.hidden_size)
-        if shares is None or self._threads is None:
+        if self._threads is None:
             return self._run_share(sequences)
+        if shares is None:
+            few = sum(lengths) <= _MAX_TOKENS_ON_ONE_CORE
+            return self._threads.map(self._run_share, [sequences])[0] if few else self._run_share(sequences)
         results: list[Vectors] = [np.empty(0, dtype=np.float32)] * len(sequences)
         parts = self._threads.map(self._run_share, [[sequences[number] for number in share] for share in shares])
         for share, vectors in zip(shares, parts, strict=True):
@@ -104,6 +109,11 @@ class PoolingRunner:
         if scratch is None:
             scratch = self._of_thread.scratch = Scratch()
         return scratch
+
+    @property
+    def device_type(self) -> str:
+        """cpu or cuda."""
+        return self._device.type
 
     def describe(self) -> dict[str, str | int | float | bool | None]:
         """What the start line says: `dtype` is that of the weights, `compute_dtype` that of arithmetic."""

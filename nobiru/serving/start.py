@@ -7,7 +7,7 @@ from pathlib import Path
 from nobiru import machine
 from nobiru.config import EngineConfig, ServerConfig
 from nobiru.engine.client import ZmqClient
-from nobiru.engine.limits import scheduler_config
+from nobiru.engine.limits import SERVER_TOKEN_BUDGET, scheduler_config
 from nobiru.env import rank_environment, tokenize_in_calling_thread
 from nobiru.folder.read import read_folder
 from nobiru.frontend.frontend import Frontend
@@ -23,7 +23,7 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
     metrics = Metrics()
     client = ZmqClient(
         engine,
-        limits=scheduler_config(engine, folder),
+        limits=scheduler_config(engine, folder, default_budget=SERVER_TOKEN_BUDGET),
         embedding_dim=folder.embedding_dim,
         environment=rank_environment(num_threads=engine.num_threads or machine.default_num_threads()),
         observer=metrics,
