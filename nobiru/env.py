@@ -113,10 +113,9 @@ def tokenize_in_calling_thread() -> None:
 def rank_environment(*, num_threads: int) -> dict[str, str]:
     """The environment for a rank process: this one's, with the size of OpenMP's pool set before torch is imported.
 
-    Its threads spin for some 20 µs between two operators, unless the user chose otherwise, and then sleep. With MiniLM on
-    2 cores, sleeping at
-    once (`OMP_WAIT_POLICY=PASSIVE`) made a single short text take 21 ms instead of 12; the default of 300,000 turns made
-    it take seconds while another process kept one of the cores busy.
+    Its threads spin for some 20 µs between two operators, unless the user chose otherwise, and then sleep. With MiniLM
+    on 2 cores, sleeping at once (`OMP_WAIT_POLICY=PASSIVE`) made a single short text take 21 ms instead of 12; the
+    default of 300,000 turns made it take seconds while another process kept one of the cores busy.
     """
     spin = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "20000"}
     return {**spin, **os.environ, "OMP_NUM_THREADS": str(num_threads)}
