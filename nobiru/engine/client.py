@@ -101,6 +101,7 @@ class ZmqClient:
         socket.bind(self._endpoint)
         self._receiver = asyncio.create_task(self._receive(socket), name="rank-messages")
         self._supervisor.start()
+        self._receiver.add_done_callback(self._supervisor.give_up_after)
 
     async def stop(self) -> None:
         """End the rank; requests still open get an `UnavailableError`."""

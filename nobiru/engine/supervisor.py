@@ -90,6 +90,7 @@ class RankSupervisor:
     def start(self) -> None:
         self.failed = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_running(), name="rank-supervisor")
+        self._task.add_done_callback(self.give_up_after)
 
     async def stop(self) -> None:
         """End the rank, by force when it does not end by itself."""
@@ -106,6 +107,13 @@ class RankSupervisor:
         rank.state = "serving"
         rank.loaded.set()
         self._on_loaded(rank, message)
+
+    def give_up_after(self, task: asyncio.Task[None]) -> None:
+        """A task without which no rank can serve has ended: by an error, if it was not told to."""
+        assert self.failed is not None
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            logger.error("%s ended", task.get_name(), exc_info=error)
+            self.failed.set_result(f"{task.get_name()} ended with {type(error).__name__}: {error}")
 
     def says_why(self, rank: Rank, message: StartFailed | Crashed) -> None:
         """A rank that is about to end has named its cause."""
