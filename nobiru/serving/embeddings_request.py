@@ -29,6 +29,8 @@ KNOWN = (
     "normalize",
 )
 _MAX_PRIORITY = 2**31 - 1
+# Beyond, only their total is looked at: this runs on the event loop.
+_MAX_TEXTS_TO_LOOK_AT = 20_000
 _MAX_TRUNCATE = 2**31 - 1
 _SHAPES = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
@@ -49,6 +51,7 @@ class RequestLimits:
     """What of the server's options and the model bears on a request."""
 
     embedding_dim: int
+    max_model_len: int
     priorities: bool
     auto_truncate: bool
 
@@ -80,14 +83,17 @@ def parse_embeddings_request(body: Mapping[str, Any], limits: RequestLimits) -> 
         base64=fields.string("encoding_format", ("float", "base64")) == "base64",
         params=params,
         input=value,
-        num_estimated_tokens=_estimate(value),
+        num_estimated_tokens=_estimate(value, limits.max_model_len),
     )
 
 
-def _estimate(value: object) -> int:
-    """A guess of the tokens in `input`, whatever it is: what makes no sense is refused by the frontend."""
+def _estimate(value: object, max_model_len: int) -> int:
+    """A guess of the tokens in `input`, whatever it is: what makes no sense is refused by the frontend.
+
+    No text is computed with more than `max_model_len`; a guess above that would have others refused for nothing.
+    """
     if isinstance(value, str):
-        return estimate_tokens(1, len(value))
+        return min(estimate_tokens(1, len(value)), max_model_len)
     if not isinstance(value, list) or not value:
         return 0
     if not isinstance(value[0], str | list):
@@ -96,4 +102,8 @@ def _estimate(value: object) -> int:
         num_items = sum(map(len, value))  # characters or ids; a body may hold millions of them
     except TypeError:
         return 0
-    return num_items if isinstance(value[0], list) else estimate_tokens(len(value), num_items)
+    if isinstance(value[0], list):
+        return num_items
+    if len(value) > _MAX_TEXTS_TO_LOOK_AT:
+        return estimate_tokens(len(value), num_items)
+    return sum(min(estimate_tokens(1, len(text)), max_model_len) for text in value)

@@ -27,6 +27,7 @@ class OpenAIRoutes:
         self._services = services
         self._limits = RequestLimits(
             embedding_dim=services.folder.embedding_dim,
+            max_model_len=services.folder.max_model_len,
             priorities=services.scheduling_policy == "priority",
             auto_truncate=services.config.auto_truncate,
         )

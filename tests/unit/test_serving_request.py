@@ -12,11 +12,15 @@ from nobiru.request import PoolingParams
 from nobiru.serving.body import parse_object
 from nobiru.serving.embeddings_request import EmbeddingsRequest, RequestLimits, parse_embeddings_request
 
+MAX_MODEL_LEN = 2000
+
 
 def parse(
     body: dict[str, Any], *, dim: int = 384, priorities: bool = True, auto_truncate: bool = False
 ) -> EmbeddingsRequest:
-    limits = RequestLimits(embedding_dim=dim, priorities=priorities, auto_truncate=auto_truncate)
+    limits = RequestLimits(
+        embedding_dim=dim, max_model_len=MAX_MODEL_LEN, priorities=priorities, auto_truncate=auto_truncate
+    )
     return parse_embeddings_request(body, limits)
 
 
@@ -179,3 +183,10 @@ def test_a_large_body_leaves_the_garbage_collector_on(end: bytes) -> None:
 
 def test_a_byte_order_mark_is_no_obstacle() -> None:
     assert parse_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+@pytest.mark.parametrize(("num_texts", "num_tokens"), [(1, 2000), (3, 6000), (20_001, 20_001 * 25_002)])
+def test_no_text_is_estimated_above_the_limit_unless_there_are_too_many_to_look_at(
+    num_texts: int, num_tokens: int
+) -> None:
+    assert parse({"input": ["x" * 100_000] * num_texts}).num_estimated_tokens == num_tokens
