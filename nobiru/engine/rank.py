@@ -122,9 +122,9 @@ class RankServer:
             compute_s=output.compute_s,
         )
         self._socket.send(messages.encode(done))
-        self._forget_slices(seq_ids)
+        self._forget_slices()
 
-    def _forget_slices(self, seq_ids: list[int]) -> None:
+    def _forget_slices(self) -> None:
         """Drop slices whose last sequence is done; partial ones stay for a possible abort."""
         if len(self._slices) > 4096 or not self._core.has_work:
             self._slices = {

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from nobiru.engine.messages import Crashed, Loaded, StartFailed
@@ -53,7 +53,6 @@ class Rank:
     has_worked: bool = False
     cause: str | None = None
     permanent: bool = False
-    loaded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RankSupervisor:
@@ -105,7 +104,6 @@ class RankSupervisor:
 
     def loaded(self, rank: Rank, message: Loaded) -> None:
         rank.state = "serving"
-        rank.loaded.set()
         self._on_loaded(rank, message)
 
     def give_up_after(self, task: asyncio.Task[None]) -> None:
