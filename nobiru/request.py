@@ -1,4 +1,5 @@
-"""The values that describe one piece of work, from the caller's options to what a rank is given and gives back.
+"""The values that describe one piece of embedding work, from the caller's options to what a rank is given and gives
+back. Those of generation are in `nobiru.generation`.
 
 Plain data: no torch, no I/O. Shape legend: N sequences in a request, T tokens in all of them, D embedding size.
 """

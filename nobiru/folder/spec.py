@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # In the order in which Sentence Transformers concatenates the results of several legacy flags.
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -50,12 +50,31 @@ class NormalizeSpec:
 
 
 ModuleSpec = PoolingSpec | DenseSpec | LayerNormSpec | NormalizeSpec
+Task = Literal["embed", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSpec:
+    """What a language model's folder says about generating text.
+
+    `eos_token_ids` end a text. `sampling_defaults` are the fields of `SamplingParams` that `generation_config.json`
+    sets (temperature, top_k, top_p, min_p, repetition_penalty). `chat_template` is Jinja source; `special_tokens` are
+    the texts of bos_token, eos_token, … that it may use.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
     """A Sentence Transformers or `save_pretrained` folder.
 
+    `task` is what the model is for; `generation` is set for language models, which have no modules and an
+    `embedding_dim` of 0. `is_causal` says that a token attends to those before it only, so the model runs over a KV
+    cache: language models, and embedding models made from them.
     `modules` are those behind the Transformer, in order, the first a `PoolingSpec`. `max_model_len` is the limit in
     tokens, special tokens included, that Sentence Transformers would cut texts to. `embedding_dim` is D after all
     modules. `lower_case` asks for lower-casing texts before tokenization.
@@ -74,6 +93,9 @@ class ModelFolder:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     similarity: str = "cosine"
+    task: Task = "embed"
+    is_causal: bool = False
+    generation: GenerationSpec | None = None
 
     @property
     def name(self) -> str:
