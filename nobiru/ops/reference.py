@@ -1,7 +1,7 @@
 """Slow, obvious versions of the fast operations, one sequence at a time in float64, for tests to compare with.
 
 Shape legend: T tokens of all sequences, B sequences, t tokens of one, H heads, K key heads, D values a head, M the
-model's limit of tokens, C values of a hidden state.
+model's limit of tokens, L tokens of a sequence's context, C values of a hidden state.
 """
 
 from __future__ import annotations
@@ -41,6 +41,34 @@ def attention(
             scores_Htt = scores_Htt.masked_fill(outside, float("-inf"))
         outputs.append((torch.softmax(scores_Htt, dim=-1) @ v_HtD).transpose(0, 1))
     return torch.cat(outputs)
+
+
+def causal_attention(
+    q_THD: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Each sequence's last tokens attend over its whole context, [T, H, D]; arguments as in `paged_attention`, but
+    `keys` and `values` are every sequence's own, [L, K, D]."""
+    outputs = []
+    start = 0
+    for length, k_LKD, v_LKD in zip(lengths, keys, values, strict=True):
+        per_head = q_THD.shape[1] // k_LKD.shape[1]
+        for token in range(length):
+            position = len(k_LKD) - length + token
+            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+            k_HLD, v_HLD = (x[seen].double().repeat_interleave(per_head, dim=1).transpose(0, 1) for x in (k_LKD, v_LKD))
+            scores_HL = (k_HLD @ q_THD[start + token].double()[:, :, None])[..., 0] * scale
+            if softcap is not None:
+                scores_HL = softcap * torch.tanh(scores_HL / softcap)
+            outputs.append((torch.softmax(scores_HL, dim=-1)[:, None, :] @ v_HLD)[:, 0])
+        start += length
+    return torch.stack(outputs)
 
 
 def pooling(hidden_TC: Tensor, lengths: Sequence[int], skipped: Sequence[int], mode: str) -> Tensor:
