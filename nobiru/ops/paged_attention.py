@@ -1,7 +1,7 @@
 """Causal attention over a KV cache in blocks.
 
-Shape legend: T tokens of the step, H query heads, K key heads, D values a head, t tokens of one sequence, L its context,
-N blocks of the cache, S slots of a block.
+Shape legend: T tokens of the step, H query heads, K key heads, D values a head, t tokens of one sequence, L its
+context, N blocks of the cache, S slots of a block.
 """
 
 from __future__ import annotations

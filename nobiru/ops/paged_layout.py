@@ -1,7 +1,7 @@
 """Where the tokens of one step lie: in the batch, one sequence after another, and in the blocks of the KV cache.
 
-Owns the cache's arrangement in memory and the arithmetic of a step's places in it. Knows nothing of token ids, models or
-requests, nor of who owns which block.
+Owns the cache's arrangement in memory and the arithmetic of a step's places in it. Knows nothing of token ids, models
+or requests, nor of who owns which block.
 
 Shape legend: B sequences, T tokens of the step in all, t those of one sequence, N blocks of the cache, S slots (tokens)
 of a block, K key heads, D values a head, M blocks of the sequence that has most.
