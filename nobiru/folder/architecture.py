@@ -1,4 +1,5 @@
-"""What `config.json` says about the encoder: sizes, how many positions it has, and whether it can be served at all.
+"""What `config.json` says about the model: its sizes, how many positions it has, whether it attends causally, and
+whether it can be served at all.
 
 Owns the names that architectures use for the same number. Imports nothing of transformers: whether an installed
 version knows an architecture is answered by looking for its folder.
@@ -14,10 +15,13 @@ from typing import Any
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.files import read_object, typed
+from nobiru.folder.rope import num_rotary_positions, read_rope
 
 _HIDDEN_SIZE_NAMES = ("hidden_size", "dim", "d_model", "n_embd", "emb_dim")
 _VOCAB_SIZE_NAMES = ("vocab_size", "n_words", "n_token")
 _POSITIONS_NAMES = ("max_position_embeddings", "n_positions")
+# Further names for the length that a decoder was trained for; some of them have no position table.
+_DECODER_POSITIONS_NAMES = ("max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 # Absolute positions that start behind the padding index, as RoBERTa has them.
 # fmt: off
 _OFFSET_POSITIONS = frozenset({
@@ -37,21 +41,31 @@ _COMPUTED_POSITION_KEYS = frozenset({
 # fmt: on
 _COMPUTED_POSITION_TYPES = frozenset({"alibi", "rope", "rotary"})
 _RELATIVE_POSITIONS = frozenset({"longt5", "mt5", "switch_transformers", "t5", "umt5", "xlnet"})
+# Their max_position_embeddings includes the factor of rope_scaling, whatever its kind.
+_ALREADY_SCALED = ("gemma3",)
+# Families whose models are decoders, whatever class a folder names; others say so by `is_decoder` or by their class.
 # fmt: off
 _DECODERS = frozenset({
-    "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral", "modernbert-decoder",
-    "mpt", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3",
-    "stablelm", "starcoder2",
+    "apertus", "arcee", "baichuan", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cwm", "dbrx",
+    "deepseek_v2", "deepseek_v3", "diffllama", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon",
+    "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "jetmoe", "lfm2", "llama", "llama4_text", "mamba", "mamba2", "minimax", "ministral",
+    "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+    "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
 })
+_HEADS = ("ForCausalLM", "LMHeadModel")
 # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """`max_position_embeddings` is the config's number, `num_positions` how many tokens the position table can take.
+    """`max_position_embeddings` is the config's number, `num_positions` how many tokens the model can take.
 
-    Both are None where there is no such number; rotary and relative positions have no table.
+    Both are None where there is no such number; an encoder with rotary or relative positions has no end. `is_causal`
+    says that a token attends to those before it only. `class_name` is the model class that the folder was saved from,
+    empty when it does not say.
     """
 
     config: Mapping[str, Any]
@@ -60,10 +74,17 @@ class Architecture:
     vocab_size: int
     max_position_embeddings: int | None
     num_positions: int | None
+    is_causal: bool = False
+    class_name: str = ""
+
+    @property
+    def has_language_model_head(self) -> bool:
+        """Whether the folder's class predicts tokens; one that names no class is taken to."""
+        return not self.class_name or self.class_name.endswith(_HEADS)
 
 
 def read_architecture(path: Path) -> Architecture:
-    """The encoder in the Transformer's folder `path`; refuses adapters, remote code and decoders."""
+    """The model in the Transformer's folder `path`; refuses adapters and remote code."""
     if (adapter := path / "adapter_config.json").exists():
         raise ModelFolderError(
             f"{adapter} makes this an adapter, which cannot be served by itself. Merge it into its base model first: "
@@ -73,8 +94,10 @@ def read_architecture(path: Path) -> Architecture:
     config = read_object(file)
     model_type = typed(config, "model_type", str, file)
     _refuse_remote_code(config, model_type, file)
-    _refuse_decoders(config, model_type, file)
-    positions = _number(config, _POSITIONS_NAMES, file)
+    architectures = config.get("architectures") or [""]
+    class_name = str(architectures[0]) if isinstance(architectures, list) else ""
+    is_causal = _is_causal(config, model_type, class_name)
+    positions = _number(config, _POSITIONS_NAMES + (_DECODER_POSITIONS_NAMES if is_causal else ()), file)
     if positions is None:
         positions = _DEFAULT_POSITIONS.get(model_type)
     return Architecture(
@@ -83,15 +106,23 @@ def read_architecture(path: Path) -> Architecture:
         hidden_size=_required(config, _HIDDEN_SIZE_NAMES, file),
         vocab_size=_required(config, _VOCAB_SIZE_NAMES, file),
         max_position_embeddings=positions,
-        num_positions=_num_positions(config, model_type, positions),
+        num_positions=_num_positions(config, model_type, positions, file, is_causal=is_causal),
+        is_causal=is_causal,
+        class_name=class_name,
     )
 
 
-def _num_positions(config: Mapping[str, Any], model_type: str, positions: int | None) -> int | None:
+def _num_positions(
+    config: Mapping[str, Any], model_type: str, positions: int | None, file: Path, *, is_causal: bool
+) -> int | None:
     if positions is None or model_type in _RELATIVE_POSITIONS:
         return None
     if any(config.get(key) is not None for key in _COMPUTED_POSITION_KEYS):
-        return None
+        if not is_causal:
+            return None
+        if model_type.startswith(_ALREADY_SCALED):
+            return positions
+        return num_rotary_positions(read_rope(config, file, max_position_embeddings=positions), positions)
     if config.get("position_embedding_type") in _COMPUTED_POSITION_TYPES:
         return None
     if model_type in {"deberta", "deberta-v2"} and config.get("position_biased_input") is False:
@@ -120,23 +151,10 @@ def _known_to_transformers(model_type: str) -> bool:
     return module_name.isidentifier() and any((Path(place) / "models" / module_name).is_dir() for place in places or ())
 
 
-def _refuse_decoders(config: Mapping[str, Any], model_type: str, file: Path) -> None:
+def _is_causal(config: Mapping[str, Any], model_type: str, class_name: str) -> bool:
     if config.get("use_bidirectional_attention") is True or config.get("is_causal") is False:
-        return
-    architectures = config.get("architectures") or [""]
-    first = architectures[0] if isinstance(architectures, list) else ""
-    reason = ""
-    if config.get("is_decoder") is True:
-        reason = "field 'is_decoder' is true"
-    elif model_type in _DECODERS:
-        reason = f"field 'model_type' is {model_type!r}"
-    elif isinstance(first, str) and first.endswith(("ForCausalLM", "LMHeadModel")):
-        reason = f"field 'architectures' begins with {first!r}"
-    if reason:
-        raise ModelFolderError(
-            f"{file}: {reason}, a decoder with causal attention. This version serves encoders only (BERT, RoBERTa, "
-            "XLM-RoBERTa, DistilBERT, MPNet, ModernBERT and others)"
-        )
+        return False
+    return config.get("is_decoder") is True or model_type in _DECODERS or class_name.endswith(_HEADS)
 
 
 def _required(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:

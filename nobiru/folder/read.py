@@ -1,4 +1,5 @@
-"""A model folder as a `ModelFolder`: what Sentence Transformers 6.2 would make of the same files, or a refusal.
+"""A model folder as a `ModelFolder`: what Sentence Transformers 6.2 would make of the same files, or a refusal; and
+folders with a decoder that Sentence Transformers did not write, which are language models.
 
 Owns the order in which the files are read and the limits and prompts that come of them together. Reads JSON only;
 weights belong to `nobiru.models`, tokenizer files to `nobiru.frontend`.
@@ -13,8 +14,9 @@ from typing import Any
 from nobiru.errors import ConfigError, ModelFolderError
 from nobiru.folder.architecture import Architecture, read_architecture
 from nobiru.folder.files import read_object, typed
+from nobiru.folder.language_model import read_generation
 from nobiru.folder.modules import read_entries, read_modules
-from nobiru.folder.spec import SIMILARITY_NAMES, ModelFolder, ModuleSpec, PoolingSpec
+from nobiru.folder.spec import SIMILARITY_NAMES, GenerationSpec, ModelFolder, ModuleSpec, PoolingSpec
 from nobiru.folder.transformer import TransformerSettings, read_settings
 
 # Tokenizers without a limit say 10**30 instead.
@@ -24,9 +26,10 @@ _NO_LIMIT = 10**9
 def read_folder(path: Path, *, max_model_len: int | None = None) -> ModelFolder:
     """Read the folder that Sentence Transformers or `save_pretrained` wrote.
 
-    A folder without `modules.json` is taken as Sentence Transformers takes it: mean pooling, no normalization, no
-    prompts. `max_model_len` replaces the folder's own limit and raises `ConfigError` when the model cannot take so many
-    tokens. Whatever cannot be honoured raises `ModelFolderError`, which names file and field.
+    A decoder without `modules.json` is a language model. Any other folder without it is taken as Sentence Transformers
+    takes it: mean pooling, no normalization, no prompts. `max_model_len` replaces the folder's own limit and raises
+    `ConfigError` when the model cannot take so many tokens. Whatever cannot be honoured raises `ModelFolderError`,
+    which names file and field.
     """
     if not path.is_dir():
         raise ModelFolderError(
@@ -39,6 +42,8 @@ def read_folder(path: Path, *, max_model_len: int | None = None) -> ModelFolder:
     settings = read_settings(transformer_path)
     architecture = read_architecture(transformer_path)
     modules, embedding_dim = read_modules(entries[1:], architecture.hidden_size)
+    if architecture.is_causal:
+        _refuse_causal_pooling(modules, architecture, entries[1].path / "config.json")
     prompts = _prompts(read_object(file := path / "config_sentence_transformers.json", required=False), file)
     return _folder(path, transformer_path, settings, architecture, modules, embedding_dim, prompts, max_model_len)
 
@@ -46,17 +51,41 @@ def read_folder(path: Path, *, max_model_len: int | None = None) -> ModelFolder:
 def _plain_folder(path: Path, max_model_len: int | None) -> ModelFolder:
     if not (path / "config.json").exists():
         raise ModelFolderError(f"{path} holds neither modules.json nor config.json; a model folder has one of them")
+    architecture = read_architecture(path)
+    if architecture.is_causal:
+        return _language_model(path, architecture, max_model_len)
     tokenizer_file = path / "tokenizer_config.json"
     if "chat_template" in read_object(tokenizer_file, required=False) or (path / "chat_template.jinja").exists():
         raise ModelFolderError(
             f"{tokenizer_file}: without modules.json, Sentence Transformers would put every text into the chat "
             "template, which cannot be honoured. Remove it, or save the model with SentenceTransformer.save_pretrained"
         )
-    architecture = read_architecture(path)
     modules = (PoolingSpec(),)
     prompts = {"prompts": {"query": "", "document": ""}}
     settings = TransformerSettings()
     return _folder(path, path, settings, architecture, modules, architecture.hidden_size, prompts, max_model_len)
+
+
+def _language_model(path: Path, architecture: Architecture, max_model_len: int | None) -> ModelFolder:
+    if not architecture.has_language_model_head:
+        raise ModelFolderError(
+            f"{path / 'config.json'}: field 'architectures' begins with {architecture.class_name!r}, a decoder that "
+            "predicts no tokens. Served are decoders with a language model's head (…ForCausalLM), and embedding models "
+            "that Sentence Transformers saved (with modules.json)"
+        )
+    generation = read_generation(path, architecture.config)
+    return _folder(path, path, TransformerSettings(), architecture, (), 0, {}, max_model_len, generation)
+
+
+def _refuse_causal_pooling(modules: tuple[ModuleSpec, ...], architecture: Architecture, file: Path) -> None:
+    """A long text runs in several steps, and only the last of them sees all of it."""
+    pooling = modules[0]
+    assert isinstance(pooling, PoolingSpec), "read_entries puts the pooling first"
+    if pooling.modes != ("lasttoken",):
+        raise ModelFolderError(
+            f"{file}: the pooling is {'+'.join(pooling.modes)}, but the architecture {architecture.model_type!r} "
+            "attends causally; of such models, vectors of the last token can be served ('lasttoken')"
+        )
 
 
 def _folder(
@@ -68,6 +97,7 @@ def _folder(
     embedding_dim: int,
     prompts: Mapping[str, Any],
     max_model_len: int | None,
+    generation: GenerationSpec | None = None,
 ) -> ModelFolder:
     return ModelFolder(
         path=path,
@@ -75,25 +105,38 @@ def _folder(
         config=architecture.config,
         model_type=architecture.model_type,
         modules=modules,
-        max_model_len=_max_model_len(transformer_path, settings, architecture, max_model_len),
+        max_model_len=_max_model_len(
+            transformer_path, settings, architecture, max_model_len, generates=generation is not None
+        ),
         hidden_size=architecture.hidden_size,
         embedding_dim=embedding_dim,
         vocab_size=architecture.vocab_size,
         lower_case=settings.lower_case,
+        is_causal=architecture.is_causal,
+        task="embed" if generation is None else "generate",
+        generation=generation,
         **prompts,
     )
 
 
-def _max_model_len(path: Path, settings: TransformerSettings, architecture: Architecture, explicit: int | None) -> int:
+def _max_model_len(
+    path: Path,
+    settings: TransformerSettings,
+    architecture: Architecture,
+    explicit: int | None,
+    *,
+    generates: bool = False,
+) -> int:
     """`explicit`, else the folder's limit; never more than the model has positions for.
 
-    Sentence Transformers takes `max_seq_length` as it is, otherwise the smaller of the tokenizer's limit and
+    A language model takes as many tokens as it has positions, or as the tokenizer says if that is less. Sentence
+    Transformers takes `max_seq_length` as it is, otherwise the smaller of the tokenizer's limit and
     `max_position_embeddings`; both may be more than RoBERTa's positions, which begin behind the padding index.
     """
     file = path / "tokenizer_config.json"
     limits = [settings.max_seq_length]
     if settings.max_seq_length is None:
-        limits = [_tokenizer_limit(file), architecture.max_position_embeddings]
+        limits = [_tokenizer_limit(file), None if generates else architecture.max_position_embeddings]
     known = [limit for limit in (*limits, architecture.num_positions) if limit is not None]
     if explicit is not None:
         most = architecture.num_positions

@@ -103,6 +103,9 @@ class ModelFolder:
 
     @property
     def pooling(self) -> PoolingSpec:
+        """How token vectors become one; language models have no such module, and their last token counts."""
+        if not self.modules:
+            return PoolingSpec(modes=("lasttoken",))
         first = self.modules[0]
         assert isinstance(first, PoolingSpec), "folder.read puts the pooling first"
         return first

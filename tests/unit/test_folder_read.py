@@ -350,23 +350,27 @@ class TestArchitecture:
         assert read_folder(folder).max_model_len == 512
 
     @pytest.mark.parametrize(
-        ("config", "field"),
-        [
-            ({"model_type": "llama"}, "model_type"),
-            ({"is_decoder": True}, "is_decoder"),
-            ({"architectures": ["NewForCausalLM"]}, "architectures"),
-        ],
+        "config", [{"model_type": "llama"}, {"is_decoder": True}, {"architectures": ["NewForCausalLM"]}]
     )
-    def test_decoders(self, folder: Path, config: dict[str, Any], field: str) -> None:
+    def test_embedding_models_that_attend_causally(self, folder: Path, config: dict[str, Any]) -> None:
         edit_json(folder / "config.json", **config)
         message = refusal(folder)
-        assert field in message
-        assert "encoders only" in message
+        assert f"{folder / '1_Pooling' / 'config.json'}: the pooling is mean" in message
+        assert "lasttoken" in message
+        edit_json(folder / "1_Pooling" / "config.json", pooling_mode="lasttoken")
+        read = read_folder(folder)
+        assert (read.task, read.is_causal, read.generation) == ("embed", True, None)
+        assert read.pooling.modes == ("lasttoken",)
+        edit_json(folder / "1_Pooling" / "config.json", pooling_mode=["lasttoken", "mean"])
+        assert "lasttoken+mean" in refusal(folder)
 
     @pytest.mark.parametrize("config", [{"is_causal": False}, {"use_bidirectional_attention": True}])
     def test_decoders_made_encoders(self, folder: Path, config: dict[str, Any]) -> None:
         edit_json(folder / "config.json", model_type="llama", **config)
-        assert read_folder(folder).model_type == "llama"
+        read = read_folder(folder)
+        assert (read.model_type, read.task, read.is_causal) == ("llama", "embed", False)
+        (folder / "modules.json").unlink()
+        assert read_folder(folder).task == "embed"
 
     def test_remote_code_where_transformers_has_none(self, folder: Path) -> None:
         auto_map = {"AutoModel": "modeling_new.NewModel"}
