@@ -21,6 +21,7 @@ from nobiru.errors import InvalidRequestError, ModelFolderError
 from nobiru.folder.spec import ModelFolder
 from nobiru.frontend.pieces import GROWTH, MARGIN_TOKENS, cut_piece, first_piece_chars
 from nobiru.frontend.pipelines import load_backend
+from nobiru.frontend.token_texts import TokenTexts
 from nobiru.request import EncodedPrompts, TokenIds
 
 Ids = list[int]
@@ -120,6 +121,10 @@ class Tokenizer:
             truncated=lengths > max_tokens,
         )
 
+    def check_ids(self, ids: Sequence[int], name: str) -> TokenIds:
+        """Token ids [t] of the vocabulary as an array. Raises `InvalidRequestError` as `from_token_ids` does."""
+        return self._checked_ids([ids], lambda _: name)[0]
+
     def count(self, text: str) -> int:
         """The number of tokens of a text, special ones included."""
         return self.encode([text]).num_tokens
@@ -127,6 +132,14 @@ class Tokenizer:
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary writes them; "" for an id without one."""
         return [self._tokenizer.id_to_token(identifier) or "" for identifier in ids]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids; those without a token have none."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_texts(self) -> TokenTexts:
+        """What each token adds to a text. Takes a while: to be called once."""
+        return TokenTexts(self._tokenizer)
 
     def _bodies(self, texts: Sequence[str], num_wanted: int | None, side: str) -> tuple[list[Ids], set[int]]:
         """Ids without special tokens: all of a text, or at least `num_wanted` at the end that `side` leaves.
