@@ -43,6 +43,16 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
     return _least([*limits, parse_mem_total(_read(root / "proc/meminfo"))])
 
 
+def free_memory_bytes(root: Path = ROOT) -> int | None:
+    """Memory that this process could still take without pushing anything out, None if nothing tells.
+
+    What the whole machine has available, or what is left below the limits of the process' control groups if that is
+    less. File pages that the kernel gives up on demand count as free.
+    """
+    left = [_memory_left(folder) for folder in _cgroup_folders(root, "memory")]
+    return _least([*left, parse_mem_available(_read(root / "proc/meminfo"))])
+
+
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
     """Instruction sets as `/proc/cpuinfo` names them (`avx2`, `avx512_bf16`, `amx_tile`); empty where it is missing."""
     return parse_cpu_flags(_read(root / "proc/cpuinfo"))
@@ -99,8 +109,23 @@ def parse_memory_limit(text: str) -> int | None:
 
 
 def parse_mem_total(meminfo: str) -> int | None:
+    return _meminfo_bytes(meminfo, "MemTotal")
+
+
+def parse_mem_available(meminfo: str) -> int | None:
+    return _meminfo_bytes(meminfo, "MemAvailable")
+
+
+def parse_inactive_file(memory_stat: str) -> int:
+    """`memory.stat` of both versions: bytes of file pages that nobody has used lately."""
+    fields = dict(line.split(maxsplit=1) for line in memory_stat.splitlines() if " " in line)
+    text = fields.get("total_inactive_file", fields.get("inactive_file", "0"))
+    return int(text) if text.isdigit() else 0
+
+
+def _meminfo_bytes(meminfo: str, name: str) -> int | None:
     for line in meminfo.splitlines():
-        if line.startswith("MemTotal:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
 
@@ -160,6 +185,14 @@ def _cpu_quota(folder: Path) -> float | None:
 
 def _memory_limit(folder: Path) -> int | None:
     return _least(parse_memory_limit(_read(folder / name)) for name in ("memory.max", "memory.limit_in_bytes"))
+
+
+def _memory_left(folder: Path) -> int | None:
+    limit = _memory_limit(folder)
+    used = _least(parse_memory_limit(_read(folder / name)) for name in ("memory.current", "memory.usage_in_bytes"))
+    if limit is None or used is None:
+        return limit
+    return max(0, limit - max(0, used - parse_inactive_file(_read(folder / "memory.stat"))))
 
 
 def _cores(quota: str, period: str) -> float | None:

@@ -2,29 +2,25 @@
 
 Owns the model on its device and the order of operations behind it. Knows nothing of queues, plans or clients. How many
 threads to use is set by whoever starts the process, with `torch.set_num_threads` before loading.
-
-Shape legend: B sequences, D embedding size.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from nobiru.folder.spec import ModelFolder, NormalizeSpec, PoolingSpec
-from nobiru.layers.modules import Module, build_module, normalize, weight_shapes
+from nobiru.folder.spec import ModelFolder
 from nobiru.layers.pooling import Pooler
 from nobiru.models.registry import Encoder, load_encoder
-from nobiru.models.weights import Precision, read_module_weights
+from nobiru.models.weights import Precision
 from nobiru.ops.scratch import Scratch
 from nobiru.request import SequenceInput, Vectors
 from nobiru.runner.batch import pack
 from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
+from nobiru.runner.finish import Finisher
 from nobiru.runner.shares import ShareThreads, plan_shares
 
 # So few tokens take as long to spread over the cores as to compute on one, and one core waits for nobody.
@@ -44,8 +40,7 @@ class PoolingRunner:
         self._device = device
         self._max_model_len = max_model_len
         self._pooler = Pooler(folder.pooling)
-        self._modules = _build_modules(folder, device)
-        self._ends_normalized = isinstance(folder.modules[-1], NormalizeSpec)
+        self._finisher = Finisher(folder, device)
         num_threads = torch.get_num_threads()
         shared = device.type == "cpu" and encoder.is_reentrant and num_threads > 1
         self._threads = ShareThreads(num_threads) if shared else None
@@ -97,9 +92,12 @@ class PoolingRunner:
         with torch.inference_mode():
             hidden = self._encoder.forward(batch.token_ids_T, batch.layout, self._scratch())
             vectors_BD = self._pooler(hidden, batch.layout, batch.num_skipped_B)
-            for module in self._modules:
-                vectors_BD = module(vectors_BD)
-            return self._finish(vectors_BD, batch.order_B.tolist(), sequences)
+            ordered = [sequences[number] for number in batch.order_B.tolist()]
+            finished = self._finisher(vectors_BD, ordered)
+        results: list[Vectors] = [np.empty(0, dtype=np.float32)] * len(sequences)
+        for number, vector in zip(batch.order_B.tolist(), finished, strict=True):
+            results[number] = vector
+        return results
 
     def _scratch(self) -> Scratch | None:
         """The calling thread's memory for intermediate results; none on devices whose allocator keeps memory."""
@@ -130,36 +128,3 @@ class PoolingRunner:
         for lengths in _WARM_UP_LENGTHS:
             tokens = [np.zeros(min(length, self._max_model_len), dtype=np.int32) for length in lengths]
             self.run([SequenceInput(token_ids=token_ids) for token_ids in tokens])
-
-    def _finish(self, vectors_BD: Tensor, order: list[int], sequences: Sequence[SequenceInput]) -> list[Vectors]:
-        """Last normalization and dimensions as each sequence asks, back in the caller's order."""
-        places: dict[tuple[bool, int | None], list[int]] = defaultdict(list)
-        for place, number in enumerate(order):
-            wish = sequences[number]
-            normalized = wish.normalize
-            if normalized is None:
-                normalized = self._ends_normalized or wish.dimensions is not None
-            places[normalized, wish.dimensions].append(place)
-        results: list[Vectors] = [np.empty(0, dtype=np.float32)] * len(order)
-        for (normalized, dimensions), chosen in places.items():
-            part = vectors_BD if len(places) == 1 else vectors_BD[torch.tensor(chosen, device=vectors_BD.device)]
-            part = part[:, :dimensions]
-            rows = (normalize(part) if normalized else part).cpu().numpy()
-            for row, place in zip(rows, chosen, strict=True):
-                results[order[place]] = row
-        return results
-
-
-def _build_modules(folder: ModelFolder, device: torch.device) -> list[Module]:
-    """The modules behind pooling, without a last normalization: whether that runs is each sequence's choice."""
-    specs = folder.modules[1:]
-    if isinstance(folder.modules[-1], NormalizeSpec):
-        specs = specs[:-1]
-    modules: list[Module] = []
-    for spec in specs:
-        if isinstance(spec, NormalizeSpec):
-            modules.append(normalize)
-            continue
-        assert not isinstance(spec, PoolingSpec), "folder.read allows one pooling, in first place"
-        modules.append(build_module(spec, read_module_weights(spec.path, weight_shapes(spec), device)))
-    return modules

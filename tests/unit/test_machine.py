@@ -125,3 +125,29 @@ def test_this_machine() -> None:
     assert 1 <= machine.default_num_threads() <= (os.cpu_count() or 1)
     limit = machine.memory_limit_bytes()
     assert limit is None or limit > 2**20
+
+
+def test_free_memory_is_what_the_control_group_has_left(tmp_path: Path) -> None:
+    files = {
+        **V2,
+        "sys/fs/cgroup/memory.max": "1000000\n",
+        "sys/fs/cgroup/memory.current": "700000\n",
+        "sys/fs/cgroup/memory.stat": "anon 500000\nfile 200000\ninactive_file 150000\nactive_file 50000\n",
+        "proc/meminfo": "MemTotal: 16000 kB\nMemFree: 100 kB\nMemAvailable:   9000 kB\n",
+    }
+    assert machine.free_memory_bytes(write(tmp_path, files)) == 1_000_000 - (700_000 - 150_000)
+    write(tmp_path, {"proc/meminfo": "MemAvailable: 100 kB\n"})
+    assert machine.free_memory_bytes(tmp_path) == 102_400
+    write(tmp_path, {"sys/fs/cgroup/memory.current": "9000000\n"})
+    assert machine.free_memory_bytes(tmp_path) == 0
+
+
+def test_free_memory_with_cgroup_v1_and_with_nothing(tmp_path: Path) -> None:
+    assert machine.free_memory_bytes(tmp_path) is None
+    files = {
+        **V1,
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "400000\n",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 100000\n",
+    }
+    assert machine.free_memory_bytes(write(tmp_path, files)) == 700_000
