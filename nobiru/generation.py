@@ -1,4 +1,4 @@
-"""The values that describe one piece of text generation, from the caller's options to what a rank is given and gives back.
+"""The values that describe one piece of text generation, from the caller's options to what a rank gives back.
 
 Plain data: no torch, no I/O. A request has `n` *children*, one for each text asked for; each child is one sequence.
 Shape legend: t tokens of a sequence in one step, b KV blocks of a sequence.
@@ -129,12 +129,12 @@ class GenerationDelta(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     num_cached_tokens: int = 0
 
 
-# ---- what a runner takes ----------------------------------------------------------------------------------------------
+# ---- what a runner takes ---------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GenerationInput:
-    """A child's options, with `params.seed` set. `sampler_state` is the sampler's, to keep what it derives from tokens."""
+    """A child's options, with `params.seed` set. `sampler_state` is where the sampler keeps what it derives."""
 
     params: SamplingParams
     child: int = 0
@@ -172,7 +172,7 @@ class CausalInput:
     pooling: SequenceInput | None = None
 
 
-# ---- what callers get -------------------------------------------------------------------------------------------------
+# ---- what callers get ------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True)

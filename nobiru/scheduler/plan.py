@@ -10,10 +10,10 @@ class CausalState:
     """What a sequence has beside, if it runs over the KV cache; only `Scheduler.update` advances it.
 
     `token_ids` are prompt and output. Keys and values of the first `num_computed_tokens` are in the cache, in
-    `block_ids`; those of `num_in_flight_tokens` more are being computed. The sequence ends with `max_num_tokens` tokens,
-    or, from `min_num_tokens` on, with one of `stop_token_ids`. With `max_num_tokens` equal to the prompt's length nothing
-    is generated: the sequence ends with its prefill (an embedding). `num_cached_tokens` were found in the prefix cache
-    when the sequence first ran.
+    `block_ids`; those of `num_in_flight_tokens` more are being computed. The sequence ends with `max_num_tokens`
+    tokens, or, from `min_num_tokens` on, with one of `stop_token_ids`. With `max_num_tokens` equal to the prompt's
+    length nothing is generated: the sequence ends with its prefill (an embedding). `num_cached_tokens` were found in
+    the prefix cache when the sequence first ran. `num_preemptions` counts how often its blocks were taken away.
     """
 
     token_ids: list[int]
@@ -43,10 +43,10 @@ class CausalState:
 class Sequence:
     """One sequence in the scheduler's hands; it looks at these numbers and never at `payload`.
 
-    `seq_id` is unique. `num_tokens` is the number of tokens at arrival. `arrival` orders sequences of equal priority and
-    is unique too; a sequence that runs again after a failure keeps its own. `arrival_s` is the clock's time at arrival
-    (seconds). `alone` asks for a step without company, because the sequence is suspected of killing ranks. `causal` is
-    None for encoders, whose sequences run whole, in one step.
+    `seq_id` is unique. `num_tokens` is the number of tokens at arrival. `arrival` orders sequences of equal priority
+    and is unique too; a sequence that runs again after a failure keeps its own. `arrival_s` is the clock's time at
+    arrival (seconds). `alone` asks for steps without company, because the sequence is suspected of killing ranks.
+    `causal` is None for encoders, whose sequences run whole, in one step.
     """
 
     seq_id: int
