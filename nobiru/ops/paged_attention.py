@@ -57,3 +57,8 @@ def _attend(
         hidden_tL |= distances_tL >= window
     weights_HtL = scores_HtL.masked_fill(hidden_tL, float("-inf")).softmax(-1).to(v_KLD.dtype)
     return (weights_HtL @ v_KLD.repeat_interleave(per_head, dim=0)).transpose(0, 1).to(q_tHD.dtype)
+
+
+def paged_attention_path(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """The name of the way that attention runs, for people."""
+    return "paged, one sequence at a time"

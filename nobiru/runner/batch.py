@@ -40,7 +40,7 @@ def pack(
     lengths_B = lengths_B[order_B]
     _check_lengths(lengths_B, max_model_len)
     token_ids_T = np.concatenate([sequences[index].token_ids for index in order_B])
-    _check_ids(token_ids_T, vocab_size)
+    check_ids(token_ids_T, vocab_size)
     skipped = np.fromiter((sequence.num_skipped_tokens for sequence in sequences), np.int64, len(sequences))
     layout = PackedLayout(lengths_B, device)
     return PackedBatch(
@@ -57,7 +57,7 @@ def _check_lengths(sorted_lengths: NDArray[np.int64], max_model_len: int) -> Non
         )
 
 
-def _check_ids(token_ids: NDArray[np.int32], vocab_size: int) -> None:
+def check_ids(token_ids: NDArray[np.int32], vocab_size: int) -> None:
     lowest, highest = int(token_ids.min()), int(token_ids.max())
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest

@@ -28,15 +28,18 @@ _MIN_TOKENS_PER_THREAD = 8
 _MAX_IMBALANCE = 1.5
 
 
-def plan_shares(lengths: Sequence[int], num_shares: int, hidden_size: int) -> list[list[int]] | None:
+def plan_shares(
+    lengths: Sequence[int], num_shares: int, hidden_size: int, *, starts: Sequence[int] | None = None
+) -> list[list[int]] | None:
     """The numbers of the sequences in each share, or None if the batch is better run as a whole.
 
     Longest first, each into the share with the least work so far. A token's work is that of its linear layers plus
-    attention, which grows with the length of its sequence.
+    attention, which grows with the length of its sequence: `starts` tokens computed before, and those of this batch.
     """
     if num_shares < 2 or len(lengths) < num_shares or sum(lengths) < _MIN_TOKENS_PER_THREAD * num_shares**2:
         return None
-    work = [length * (6 * hidden_size + length) for length in lengths]
+    before = starts or [0] * len(lengths)
+    work = [length * (6 * hidden_size + start + length) for start, length in zip(before, lengths, strict=True)]
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     heap = [(0, share) for share in range(num_shares)]
     for number in sorted(range(len(lengths)), key=work.__getitem__, reverse=True):

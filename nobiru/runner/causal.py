@@ -1,0 +1,259 @@
+"""Runs one step of a model over the KV cache: parts of sequences in; a token, a vector or nothing out for each.
+
+Owns the model on its device, the cache's tensors and the sampler. Knows nothing of queues, plans or clients, nor of which
+sequence holds which block. How many threads to use is set by whoever starts the process, with `torch.set_num_threads`
+before loading.
+
+A step that runs again gives the same results: it writes the same keys and values into the same slots, and what the
+sampler draws depends on a request alone.
+
+Shape legend: B sequences, R of them that need their last token's hidden state, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nobiru.errors import ModelFolderError
+from nobiru.folder.spec import ModelFolder
+from nobiru.generation import CausalInput, SampledToken, SampleRequest
+from nobiru.kv.cache import CacheShape, allocate_cache
+from nobiru.models.registry import CausalModel, load_causal
+from nobiru.models.weights import Precision
+from nobiru.ops.paged_attention import paged_attention_path
+from nobiru.ops.paged_layout import LayerCache
+from nobiru.ops.scratch import Scratch
+from nobiru.request import Vectors
+from nobiru.runner.causal_batch import CausalBatch, CausalLimits, pack_causal
+from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
+from nobiru.runner.finish import Finisher
+from nobiru.runner.shares import ShareThreads, plan_shares
+
+CausalOutput = Vectors | SampledToken | None
+
+
+class TokenSampler(Protocol):
+    """`Sampler`, or something simpler in tests."""
+
+    def sample(self, logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
+        """One token for each row of float32 logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Computed:
+    """What a share of the batch gave; `sampled` and `pooled` are the caller's numbers of the sequences of each row."""
+
+    sampled: list[int]
+    logits_BV: Tensor | None
+    pooled: list[int]
+    vectors: list[Vectors]
+
+
+class CausalRunner:
+    """A causal model with its cache and what comes behind it. Not for several threads at once.
+
+    `allocate_cache` comes before everything that runs.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        model: CausalModel,
+        sampler: TokenSampler | None,
+        precision: Precision,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        self._folder = folder
+        self._model = model
+        self._sampler = sampler
+        self._precision = precision
+        self._device = device
+        self._max_model_len = max_model_len
+        self._finisher = None if folder.task == "generate" else _last_token_finisher(folder, device)
+        self._cache: list[LayerCache] = []
+        self._limits: CausalLimits | None = None
+        num_threads = torch.get_num_threads()
+        shared = device.type == "cpu" and model.is_reentrant and num_threads > 1
+        self._threads = ShareThreads(num_threads) if shared else None
+        self._of_thread = threading.local()
+
+    @classmethod
+    def load(cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int) -> CausalRunner:
+        """Read the weights. `dtype` and `device` may be "auto"; `max_model_len` is the longest sequence in tokens.
+
+        `ConfigError` for a device that is not there, `ModelFolderError` for a folder that cannot be honoured.
+        """
+        from nobiru.runner.sampler import Sampler
+
+        facts = gather_facts()
+        kind = resolve_device(device, facts)
+        precision = resolve_precision(dtype, kind, facts)
+        place = torch.device(kind)
+        with torch.inference_mode():
+            model = load_causal(folder, precision, place)
+        sampler = Sampler(folder, vocab_size=model.vocab_size, device=place) if folder.task == "generate" else None
+        return cls(folder, model, sampler, precision, place, max_model_len)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def device_type(self) -> str:
+        """cpu or cuda."""
+        return self._device.type
+
+    def cache_shape(self, block_size: int) -> CacheShape:
+        """What `nobiru.kv.cache.choose_num_blocks` needs to know of the model."""
+        return CacheShape(
+            num_layers=self._model.num_layers,
+            num_kv_heads=self._model.num_kv_heads,
+            head_size=self._model.head_size,
+            dtype=self._model.dtype,
+            block_size=block_size,
+        )
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """`num_blocks` for sequences; what an earlier cache held is gone."""
+        self._cache = []
+        self._cache = allocate_cache(self.cache_shape(block_size), num_blocks, self._device)
+        self._limits = CausalLimits(
+            vocab_size=self._folder.vocab_size,
+            max_model_len=self._max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+
+    def run(self, inputs: Sequence[CausalInput]) -> list[CausalOutput]:
+        """For each input, in order: its token if it samples, its vector if it pools, else None.
+
+        `InvalidRequestError` if a sequence is empty, too long or has unknown token ids; there are no results then.
+        """
+        results: list[CausalOutput] = [None] * len(inputs)
+        if not inputs:
+            return results
+        parts = self._run_shares(inputs)
+        sampled = [number for part in parts for number in part.sampled]
+        if sampled:
+            logits = [part.logits_BV for part in parts if part.logits_BV is not None]
+            tokens = self._sample(logits[0] if len(logits) == 1 else torch.cat(logits), [inputs[i] for i in sampled])
+            for number, token in zip(sampled, tokens, strict=True):
+                results[number] = token
+        for part in parts:
+            for number, vector in zip(part.pooled, part.vectors, strict=True):
+                results[number] = vector
+        return results
+
+    def describe(self) -> dict[str, str | int | float | bool | None]:
+        """What the start line says: `dtype` is that of the weights, `compute_dtype` that of arithmetic."""
+        return {
+            "dtype": dtype_name(self._precision.weights),
+            "compute_dtype": dtype_name(self._precision.compute),
+            "device": torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
+            "architecture": self._folder.model_type,
+            "attention": paged_attention_path(self._device, self._model.dtype, self._model.head_size),
+        }
+
+    def warm_up(self) -> None:
+        """Run a few small batches, so that the first request does not pay for loading kernels and starting threads.
+
+        Blocks of the cache are written; nobody's, before the first request.
+        """
+        limits = self._ready()
+        most = min(self._max_model_len, limits.num_blocks * limits.block_size)
+        blocks = np.arange(limits.num_blocks, dtype=np.int32)[: -(-most // limits.block_size)]
+        for spans in (((0, 1),), ((0, 64), (0, 64)), ((0, 8), (8, 8)), ((8, 1),) * 2, ((8, 1),) * 32):
+            # All write into the same slots; what they compute means nothing.
+            fitting = [(start, length) for start, length in spans if start + length <= most]
+            self.run([_filler(start, length, blocks, number) for number, (start, length) in enumerate(fitting)])
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def _run_shares(self, inputs: Sequence[CausalInput]) -> list[_Computed]:
+        numbers = list(range(len(inputs)))
+        if self._threads is not None:
+            shares = plan_shares(
+                [each.token_ids.size for each in inputs],
+                self._threads.num_threads,
+                self._folder.hidden_size,
+                starts=[each.start for each in inputs],
+            )
+            if shares is not None:
+                return self._threads.map(lambda share: self._run_share(inputs, share), shares)
+        return [self._run_share(inputs, numbers)]
+
+    def _run_share(self, inputs: Sequence[CausalInput], share: Sequence[int]) -> _Computed:
+        batch = pack_causal([inputs[number] for number in share], self._ready(), self._device)
+        numbers = [share[place] for place in batch.order]
+        sampling = [place for place, each in enumerate(batch.inputs) if each.sample is not None]
+        pooling = [place for place, each in enumerate(batch.inputs) if each.pooling is not None]
+        with torch.inference_mode():
+            hidden_TC = self._model.forward(batch.token_ids_T, batch.layout, self._cache, self._scratch())
+            return _Computed(
+                sampled=[numbers[place] for place in sampling],
+                logits_BV=self._model.logits(_last_rows(hidden_TC, batch, sampling)) if sampling else None,
+                pooled=[numbers[place] for place in pooling],
+                vectors=self._pool(_last_rows(hidden_TC, batch, pooling), batch, pooling) if pooling else [],
+            )
+
+    def _pool(self, rows_RC: Tensor, batch: CausalBatch, places: list[int]) -> list[Vectors]:
+        """Last-token pooling, and the modules behind it."""
+        assert self._finisher is not None, "vectors are asked of embedding models only"
+        pooled_RC = rows_RC.float()
+        wishes = []
+        for row, place in enumerate(places):
+            each = batch.inputs[place]
+            assert each.pooling is not None
+            wishes.append(each.pooling)
+            num_skipped = 0 if self._folder.pooling.include_prompt else each.pooling.num_skipped_tokens
+            if num_skipped >= each.start + each.token_ids.size:
+                pooled_RC[row] = 0  # a prompt that covers the whole text leaves nothing to pool
+        return self._finisher(pooled_RC, wishes)
+
+    def _sample(self, logits_BV: Tensor, inputs: list[CausalInput]) -> list[SampledToken]:
+        assert self._sampler is not None, "tokens are asked of language models only"
+        with torch.inference_mode():
+            return self._sampler.sample(logits_BV, [each.sample for each in inputs if each.sample is not None])
+
+    def _ready(self) -> CausalLimits:
+        assert self._limits is not None, "allocate_cache comes first"
+        return self._limits
+
+    def _scratch(self) -> Scratch | None:
+        """The calling thread's memory for intermediate results; none on devices whose allocator keeps memory."""
+        if self._device.type != "cpu":
+            return None
+        scratch: Scratch | None = getattr(self._of_thread, "scratch", None)
+        if scratch is None:
+            scratch = self._of_thread.scratch = Scratch()
+        return scratch
+
+
+def _last_rows(hidden_TC: Tensor, batch: CausalBatch, places: list[int]) -> Tensor:
+    """[R, C]: the last token's hidden state of the sequences at `places`."""
+    layout = batch.layout
+    if len(places) == layout.num_seqs:
+        return hidden_TC if layout.is_decode else hidden_TC.index_select(0, layout.last_B)
+    rows = layout.ends_B[places] - 1
+    return hidden_TC.index_select(0, layout.to_device(rows))
+
+
+def _last_token_finisher(folder: ModelFolder, device: torch.device) -> Finisher:
+    if folder.pooling.modes != ("lasttoken",):
+        raise ModelFolderError(
+            f"{folder.path}: pooling is {', '.join(folder.pooling.modes)}; a causal model's vectors are those of the last "
+            "token (lasttoken)"
+        )
+    return Finisher(folder, device)
+
+
+def _filler(start: int, length: int, blocks: np.ndarray, number: int) -> CausalInput:
+    return CausalInput(seq_id=number, token_ids=np.zeros(length, dtype=np.int32), start=start, block_ids=blocks)
