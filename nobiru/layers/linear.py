@@ -49,11 +49,14 @@ class PlainLinear:
         self._activation = activation
 
     def __call__(self, x_TI: Tensor, buffer: Buffer | None = None) -> Tensor:
-        if buffer is None or self._bias_O is None:
+        if buffer is None:
             y_TO = F.linear(x_TI, self._weight_OI, self._bias_O)
         else:
             out_TO = buffer.take(x_TI.shape[0], self._weight_OI.shape[0], dtype=x_TI.dtype)
-            y_TO = torch.addmm(self._bias_O, x_TI, self._weight_OI.mT, out=out_TO)
+            if self._bias_O is None:
+                y_TO = torch.mm(x_TI, self._weight_OI.mT, out=out_TO)
+            else:
+                y_TO = torch.addmm(self._bias_O, x_TI, self._weight_OI.mT, out=out_TO)
         return y_TO if self._activation is None else self._activation.apply(y_TO)
 
 

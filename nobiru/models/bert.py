@@ -10,7 +10,7 @@ import torch
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, read_stack
 from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
-from nobiru.models.weights import EncoderWeights, Precision
+from nobiru.models.weights import ModelWeights, Precision
 
 _NAMES = LayerNames(
     query="attention.self.query",
@@ -38,7 +38,7 @@ def _load(folder: ModelFolder, precision: Precision, device: torch.device, paddi
     fields = ConfigFields(folder)
     config = read_stack(fields)
     hidden = config.hidden_size
-    weights = EncoderWeights(
+    weights = ModelWeights(
         folder.transformer_path,
         anchor="embeddings.word_embeddings.weight",
         roots=("embeddings", "encoder"),

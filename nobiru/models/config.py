@@ -1,4 +1,4 @@
-"""What `config.json` says about an encoder layer stack, checked field by field.
+"""What `config.json` says about a stack of layers, checked field by field.
 
 Owns defaults and refusals that the native families share. Knows nothing of tensors.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.files import typed
@@ -16,23 +17,27 @@ from nobiru.folder.spec import ModelFolder
 from nobiru.layers.activation import ACTIVATIONS, Activation
 
 # A field that is none of these would change the arithmetic, and is not implemented.
-_ONLY: Mapping[str, tuple[object, ...]] = {
-    "position_embedding_type": (None, "absolute"),
-    "is_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "is_encoder_decoder": (None, False),
-    "pruned_heads": (None, {}),
-    "quantization_config": (None,),
-}
+Limits = Mapping[str, tuple[object, ...]]
+DECODER_LIMITS: Limits = MappingProxyType(
+    {"add_cross_attention": (None, False), "is_encoder_decoder": (None, False), "quantization_config": (None,)}
+)
+ENCODER_LIMITS: Limits = MappingProxyType(
+    {
+        **DECODER_LIMITS,
+        "position_embedding_type": (None, "absolute"),
+        "is_decoder": (None, False),
+        "pruned_heads": (None, {}),
+    }
+)
 
 
 class ConfigFields:
     """Typed access to one `config.json`; errors name the file and the field."""
 
-    def __init__(self, folder: ModelFolder) -> None:
+    def __init__(self, folder: ModelFolder, limits: Limits = ENCODER_LIMITS) -> None:
         self._config = folder.config
         self.file: Path = folder.transformer_path / "config.json"
-        for name, allowed in _ONLY.items():
+        for name, allowed in limits.items():
             if folder.config.get(name) not in allowed:
                 self.refuse(name, f"only {' or '.join(repr(value) for value in allowed)} can be honoured")
 
@@ -56,13 +61,16 @@ class ConfigFields:
             self.refuse(name, "a number is expected")
         return float(value)
 
-    def activation(self, name: str) -> Activation:
-        value = typed(self._config, name, str, self.file, default="gelu")
+    def flag(self, name: str, default: bool) -> bool:
+        return typed(self._config, name, bool, self.file, default=default)
+
+    def activation(self, name: str, default: str = "gelu") -> Activation:
+        value = typed(self._config, name, str, self.file, default=default)
         if value not in ACTIVATIONS:
             self.refuse(name, f"known are {', '.join(sorted(ACTIVATIONS))}")
         return ACTIVATIONS[value]
 
-    def refuse(self, name: str, reason: str) -> None:
+    def refuse(self, name: str, reason: str) -> NoReturn:
         raise ModelFolderError(f"{self.file}: field {name!r} is {self._config.get(name)!r}; {reason}")
 
 

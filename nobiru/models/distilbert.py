@@ -7,7 +7,7 @@ import torch
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, StackConfig
 from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
-from nobiru.models.weights import EncoderWeights, Precision
+from nobiru.models.weights import ModelWeights, Precision
 
 _NAMES = LayerNames(
     query="attention.q_lin",
@@ -27,7 +27,7 @@ def load_distilbert(folder: ModelFolder, precision: Precision, device: torch.dev
     fields = ConfigFields(folder)
     config = _read_config(fields)
     hidden = config.hidden_size
-    weights = EncoderWeights(
+    weights = ModelWeights(
         folder.transformer_path,
         anchor="embeddings.word_embeddings.weight",
         roots=("embeddings", "transformer"),

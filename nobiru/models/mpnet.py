@@ -16,7 +16,7 @@ from torch import Tensor
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, read_stack
 from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
-from nobiru.models.weights import EncoderWeights, Precision
+from nobiru.models.weights import ModelWeights, Precision
 
 _NAMES = LayerNames(
     query="attention.attn.q",
@@ -41,7 +41,7 @@ def load_mpnet(folder: ModelFolder, precision: Precision, device: torch.device) 
     num_rows = fields.size("relative_attention_num_buckets", _NUM_BUCKETS)
     if num_rows < _NUM_BUCKETS:
         fields.refuse("relative_attention_num_buckets", f"at least {_NUM_BUCKETS} are needed")
-    weights = EncoderWeights(
+    weights = ModelWeights(
         folder.transformer_path,
         anchor="embeddings.word_embeddings.weight",
         roots=("embeddings", "encoder"),

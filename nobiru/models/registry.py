@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nobiru.errors import ModelFolderError
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.bert import load_bert, load_roberta
 from nobiru.models.distilbert import load_distilbert
 from nobiru.models.fallback import load_fallback
+from nobiru.models.llama import load_llama
+from nobiru.models.mistral import load_mistral
 from nobiru.models.mpnet import load_mpnet
+from nobiru.models.qwen import load_qwen2, load_qwen3
 from nobiru.models.weights import Precision
 from nobiru.ops.layout import PackedLayout
+from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
 
 
@@ -30,7 +35,27 @@ class Encoder(Protocol):
         """Token ids [T] → hidden states [T, C] in the dtype of arithmetic. `scratch`, on CPUs, is the thread's own."""
 
 
+class CausalModel(Protocol):
+    """Runs over a KV cache of `num_layers` layers with `num_kv_heads` heads of `head_size` values in `dtype`, which is
+    also the dtype of arithmetic."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    dtype: torch.dtype
+
+    def forward(
+        self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
+    ) -> Tensor:
+        """Token ids [T] → hidden states [T, C] behind the last norm; keys and values go into the cache."""
+
+    def logits(self, hidden_BC: Tensor) -> Tensor:
+        """Hidden states [B, C] → scores for the next token [B, V] in float32."""
+
+
 Loader = Callable[[ModelFolder, Precision, torch.device], Encoder]
+CausalLoader = Callable[[ModelFolder, Precision, torch.device], CausalModel]
 
 NATIVE: Mapping[str, Loader] = MappingProxyType(
     {
@@ -44,6 +69,22 @@ NATIVE: Mapping[str, Loader] = MappingProxyType(
 )
 
 
+NATIVE_CAUSAL: Mapping[str, CausalLoader] = MappingProxyType(
+    {"llama": load_llama, "mistral": load_mistral, "qwen2": load_qwen2, "qwen3": load_qwen3}
+)
+
+
 def load_encoder(folder: ModelFolder, precision: Precision, device: torch.device) -> Encoder:
     """The encoder of a folder; `ModelFolderError` names what cannot be honoured."""
     return NATIVE.get(folder.model_type, load_fallback)(folder, precision, device)
+
+
+def load_causal(folder: ModelFolder, precision: Precision, device: torch.device) -> CausalModel:
+    """The decoder of a folder with `is_causal`; `ModelFolderError` names what cannot be honoured."""
+    loader = NATIVE_CAUSAL.get(folder.model_type)
+    if loader is None:
+        raise ModelFolderError(
+            f"{folder.transformer_path / 'config.json'}: field 'model_type' is {folder.model_type!r}, a decoder that is "
+            f"not served yet; served are {', '.join(NATIVE_CAUSAL)}"
+        )
+    return loader(folder, precision, device)

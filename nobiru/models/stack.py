@@ -17,7 +17,7 @@ from torch import Tensor
 from nobiru.layers.block import Norm, PostNormBlock
 from nobiru.layers.linear import Linear, make_linear
 from nobiru.models.config import StackConfig
-from nobiru.models.weights import EncoderWeights
+from nobiru.models.weights import ModelWeights
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.packed_attention import attention_path
 from nobiru.ops.scratch import Scratch
@@ -92,7 +92,7 @@ class StackEncoder:
         return hidden_TC
 
 
-def read_norm(weights: EncoderWeights, name: str, config: StackConfig) -> Norm:
+def read_norm(weights: ModelWeights, name: str, config: StackConfig) -> Norm:
     return Norm(
         weight_C=weights.take(f"{name}.weight", config.hidden_size),
         bias_C=weights.take(f"{name}.bias", config.hidden_size),
@@ -100,7 +100,7 @@ def read_norm(weights: EncoderWeights, name: str, config: StackConfig) -> Norm:
     )
 
 
-def read_block(weights: EncoderWeights, prefix: str, names: LayerNames, config: StackConfig) -> PostNormBlock:
+def read_block(weights: ModelWeights, prefix: str, names: LayerNames, config: StackConfig) -> PostNormBlock:
     """One layer, with query, key and value fused into one projection."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attended = [f"{prefix}{name}" for name in (names.query, names.key, names.value)]
@@ -122,5 +122,5 @@ def read_block(weights: EncoderWeights, prefix: str, names: LayerNames, config: 
     )
 
 
-def _linear(weights: EncoderWeights, name: str, num_out: int, num_in: int) -> Linear:
+def _linear(weights: ModelWeights, name: str, num_out: int, num_in: int) -> Linear:
     return make_linear(weights.take(f"{name}.weight", num_out, num_in), weights.take(f"{name}.bias", num_out))

@@ -1,8 +1,8 @@
 """Reads a model's tensors from its folder, one at a time, into the dtype they are used in.
 
 Owns file formats (safetensors and `pytorch_model.bin`, whole or in shards), the spelling of names (prefixes,
-TensorFlow's `gamma` and `beta`), and the check that an encoder gets all its tensors, in their shapes, and that the file
-holds no others of that encoder. Files are mapped, not read: beside the model there is at most one tensor in memory.
+TensorFlow's `gamma` and `beta`), and the check that a model gets all its tensors, in their shapes, and that the file
+holds no others of that model. Files are mapped, not read: beside the model there is at most one tensor in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 # Buffers that older versions of transformers saved; they follow from the configuration.
-_DERIVED = ("position_ids", "token_type_ids")
+_DERIVED = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
 _MAX_NAMED = 8
 
 
@@ -83,15 +83,23 @@ class TensorFiles:
         return self._opened[file]
 
 
-class EncoderWeights:
-    """Hands an encoder its tensors by the names inside it (`embeddings.…`, `encoder.…`), then accounts for the rest.
+class ModelWeights:
+    """Hands a model its tensors by the names inside it (`embeddings.…`, `encoder.…`), then accounts for the rest.
 
-    `roots` are the first parts of the encoder's own names. The prefix before them (`bert.`, `model.`, none) is found by
-    looking for `anchor`, a tensor that every file of the family has.
+    `roots` are the first parts of the model's own names. The prefix before them (`bert.`, `model.`, none) is found by
+    looking for `anchor`, a tensor that every file of the family has. `heads` are first parts of names that belong to
+    the model too and never have a prefix (`lm_head`).
     """
 
     def __init__(
-        self, folder: Path, *, anchor: str, roots: Sequence[str], precision: Precision, device: torch.device
+        self,
+        folder: Path,
+        *,
+        anchor: str,
+        roots: Sequence[str],
+        heads: Sequence[str] = (),
+        precision: Precision,
+        device: torch.device,
     ) -> None:
         self._files = TensorFiles(folder)
         self._precision = precision
@@ -102,8 +110,13 @@ class EncoderWeights:
             name = _modern_name(stored.removeprefix(prefix))
             if stored.startswith(prefix) and name.partition(".")[0] in roots:
                 self._stored_names[name] = stored
+            elif stored.partition(".")[0] in heads:
+                self._stored_names[stored] = stored
         self._unused = {name for name in self._stored_names if not name.endswith(_DERIVED)}
         self._missing: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return name in self._stored_names
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor in the dtype of arithmetic, on the device."""
@@ -122,7 +135,7 @@ class EncoderWeights:
         return self._read(name, shape).to(self._device, self._precision.weights, copy=True)
 
     def finish(self) -> None:
-        """Raises `ModelFolderError` if tensors were missing, or if the encoder has some that nobody took."""
+        """Raises `ModelFolderError` if tensors were missing, or if the model has some that nobody took."""
         if self._missing:
             raise ModelFolderError(
                 f"{self._files.folder}: the weights lack {listed(self._missing)}, which config.json asks for"
@@ -175,7 +188,7 @@ def _prefix(files: TensorFiles, anchor: str) -> str:
     if len(prefixes) == 1:
         return prefixes[0]
     if prefixes:
-        raise ModelFolderError(f"{files.folder}: the weights hold several encoders: {', '.join(map(repr, prefixes))}")
+        raise ModelFolderError(f"{files.folder}: the weights hold several models: {', '.join(map(repr, prefixes))}")
     raise ModelFolderError(
         f"{files.folder}: the weights have no tensor {anchor!r}, with or without a prefix; they are not those of the "
         "architecture in config.json"

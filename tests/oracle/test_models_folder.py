@@ -18,7 +18,7 @@ from nobiru.errors import ModelFolderError
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.registry import load_encoder
-from nobiru.models.weights import FLOAT32, EncoderWeights
+from nobiru.models.weights import FLOAT32, ModelWeights
 from nobiru.ops.layout import PackedLayout
 from nobiru.runner.runner import PoolingRunner
 from tests.small_models import make
@@ -83,7 +83,7 @@ def test_two_encoders_in_one_file(folder: Path) -> None:
         tensors["teacher.embeddings.word_embeddings.weight"] = torch.ones(2, 2)
 
     change_weights(folder / "model.safetensors", add)
-    with pytest.raises(ModelFolderError, match=r"several encoders: '', 'teacher\.'"):
+    with pytest.raises(ModelFolderError, match=r"several models: '', 'teacher\.'"):
         load(folder)
 
 
@@ -92,7 +92,7 @@ def test_two_encoders_in_one_file(folder: Path) -> None:
     [
         ({"hidden_act": "softsign"}, r"config\.json: field 'hidden_act' is 'softsign'; known are"),
         ({"position_embedding_type": "relative_key"}, "field 'position_embedding_type' is 'relative_key'"),
-        ({"is_decoder": True}, "'is_decoder'"),
+        ({"is_decoder": True}, "the pooling is mean, but the architecture 'bert' attends causally"),
         ({"add_cross_attention": True}, "'add_cross_attention'"),
         ({"num_attention_heads": 5}, "'num_attention_heads' is 5; it must divide hidden_size, 64"),
         ({"num_hidden_layers": "3"}, "'num_hidden_layers' is '3'"),
@@ -179,7 +179,7 @@ def test_shards_that_are_not_there(tmp_path: Path) -> None:
 
 def test_weights_do_not_keep_the_file(folder: Path) -> None:
     """Another process may replace the file while the model serves; nothing may be a view of it."""
-    weights = EncoderWeights(
+    weights = ModelWeights(
         folder,
         anchor="embeddings.word_embeddings.weight",
         roots=("embeddings", "encoder"),

@@ -1,0 +1,251 @@
+"""What the native decoder families share: token vectors, a stack of Llama's layers, a norm, and the head.
+
+Owns the configuration of such a model, the assembly of its layers from a file's tensors, and the forward pass over the
+KV cache.
+
+Shape legend: T tokens, B sequences, C hidden size, V vocabulary, H query heads, K key heads, D values a head, I input
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nobiru.folder.rope import RopeSpec, read_rope
+from nobiru.folder.spec import ModelFolder
+from nobiru.layers.activation import Activation
+from nobiru.layers.decoder_block import DecoderBlock
+from nobiru.layers.linear import Linear, make_linear
+from nobiru.layers.rms_norm import HeadNorm, RmsNorm
+from nobiru.layers.rotary import KINDS, Rotary, side_by_side
+from nobiru.models.config import DECODER_LIMITS, ConfigFields
+from nobiru.models.weights import ModelWeights, Precision
+from nobiru.ops.paged_layout import LayerCache, PagedLayout
+from nobiru.ops.scratch import Scratch
+
+_TABLE = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+# What a kind of scaling cannot do without.
+_NEEDED_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor",),
+    "yarn": ("factor",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """Sizes of a stack of `DecoderBlock`s, and which of their parts there are. `windows` has one entry a layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    activation: Activation
+    norm_eps: float
+    rope: RopeSpec
+    windows: tuple[int | None, ...]
+    is_tied: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    has_qk_norm: bool = False
+
+
+class Decoder:
+    """`forward` maps a step's tokens to hidden states, `logits` some of those to scores for the next token."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        words_VC: Tensor,
+        rotary: Rotary,
+        blocks: list[DecoderBlock],
+        norm: RmsNorm,
+        head: Linear | None,
+    ) -> None:
+        self.num_layers = config.num_layers
+        self.num_kv_heads = config.num_kv_heads
+        self.head_size = config.head_size
+        self.vocab_size = config.vocab_size
+        self.dtype = norm.weight_C.dtype
+        self._words_VC = words_VC
+        self._rotary = rotary
+        self._blocks = blocks
+        self._norm = norm
+        self._head = head
+
+    def forward(
+        self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
+    ) -> Tensor:
+        """Hidden states [T, C] behind the last norm, in memory of their own; keys and values go into the cache."""
+        hidden_TC = F.embedding(token_ids_T, self._words_VC).to(self.dtype)
+        turns_T1P = self._rotary.turns_at(layout.positions_T)
+        for block, layer_cache in zip(self._blocks, cache, strict=True):
+            block(hidden_TC, turns_T1P, layout, layer_cache, scratch)
+        return self._norm(hidden_TC)
+
+    def logits(self, hidden_BC: Tensor) -> Tensor:
+        """Hidden states [B, C] → scores [B, V] in float32."""
+        assert self._head is not None, "an embedding model has no head"
+        return self._head(hidden_BC).float()
+
+
+def read_decoder(
+    folder: ModelFolder,
+    *,
+    windows: Sequence[int | None] | None = None,
+    default_head_size: int | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    has_qk_norm: bool = False,
+) -> DecoderConfig:
+    """The sizes in `config.json`, by the names that all these families use; the rest is the family's."""
+    fields = ConfigFields(folder, DECODER_LIMITS)
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    num_layers, num_kv_heads = fields.size("num_hidden_layers"), fields.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        fields.refuse("num_key_value_heads", f"it must divide num_attention_heads, {num_heads}")
+    head_size = fields.size("head_dim", default_head_size or hidden_size // num_heads)
+    if head_size % 2:
+        fields.refuse("head_dim", "rotary positions need an even number")
+    windows = windows or (None,) * num_layers
+    if len(windows) != num_layers:
+        fields.refuse("layer_types", f"one for each of the {num_layers} layers is expected")
+    return DecoderConfig(
+        hidden_size=hidden_size,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        vocab_size=fields.size("vocab_size"),
+        activation=fields.activation("hidden_act", "silu"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=_read_rope(folder, fields),
+        # A window that no text outgrows need not be looked at.
+        windows=tuple(None if window is None or window >= folder.max_model_len else window for window in windows),
+        is_tied=fields.flag("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        has_qk_norm=has_qk_norm,
+    )
+
+
+def _read_rope(folder: ModelFolder, fields: ConfigFields) -> RopeSpec:
+    positions = folder.config.get("max_position_embeddings")
+    rope = read_rope(folder.config, fields.file, max_position_embeddings=positions)
+    name = "rope_parameters" if folder.config.get("rope_parameters") else "rope_scaling"
+    if rope.kind not in KINDS:
+        fields.refuse(name, f"the kind {rope.kind!r} is not served; known are {', '.join(KINDS)}")
+    if rope.partial != 1.0:
+        fields.refuse(name, "all values of a head are turned in this architecture")
+    needed = _NEEDED_NUMBERS.get(rope.kind, ())
+    if missing := [number for number in needed if number not in rope.numbers]:
+        fields.refuse(name, f"the kind {rope.kind!r} needs {' and '.join(missing)}")
+    return rope
+
+
+def load_decoder(folder: ModelFolder, config: DecoderConfig, precision: Precision, device: torch.device) -> Decoder:
+    """The decoder of a folder, with its head if it is a language model."""
+    weights = ModelWeights(
+        folder.transformer_path,
+        anchor=_TABLE,
+        roots=("embed_tokens", "layers", "norm"),
+        heads=("lm_head",) if folder.task == "generate" else (),
+        precision=precision,
+        device=device,
+    )
+    words_VC, head = _read_ends(weights, config, folder)
+    blocks = [_read_block(weights, f"layers.{layer}.", config, window) for layer, window in enumerate(config.windows)]
+    norm = _read_norm(weights, "norm", config)
+    weights.finish()
+    rotary = Rotary(config.rope, head_size=config.head_size, num_positions=folder.max_model_len, device=device)
+    return Decoder(config, words_VC=words_VC, rotary=rotary, blocks=blocks, norm=norm, head=head)
+
+
+def _read_ends(weights: ModelWeights, config: DecoderConfig, folder: ModelFolder) -> tuple[Tensor, Linear | None]:
+    """The table of token vectors, and the head; one tensor for both where they are tied.
+
+    As `transformers` does, a folder that says they are, but has two different ones, is taken to have two.
+    """
+    shape = config.vocab_size, config.hidden_size
+    if folder.task != "generate":
+        return weights.take_table(_TABLE, *shape), None
+    if not weights.has(_HEAD):
+        words_VC = weights.take(_TABLE, *shape)
+        return words_VC, make_linear(words_VC, None)
+    head_VC = weights.take(_HEAD, *shape)
+    words_VC = weights.take_table(_TABLE, *shape)
+    if config.is_tied and torch.equal(words_VC.to(head_VC.dtype), head_VC):
+        words_VC = head_VC
+    return words_VC, make_linear(head_VC, None)
+
+
+def _read_block(weights: ModelWeights, prefix: str, config: DecoderConfig, window: int | None) -> DecoderBlock:
+    hidden, intermediate, head_size = config.hidden_size, config.intermediate_size, config.head_size
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
+    return DecoderBlock(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=head_size,
+        window=window,
+        attention_norm=_read_norm(weights, f"{prefix}input_layernorm", config),
+        qkv=_read_qkv(weights, attention, config),
+        qk_norm=_read_qk_norm(weights, attention, config) if config.has_qk_norm else None,
+        attention_out=_read_linear(
+            weights, f"{attention}o_proj", hidden, config.num_heads * head_size, has_bias=config.out_bias
+        ),
+        mlp_norm=_read_norm(weights, f"{prefix}post_attention_layernorm", config),
+        gate_up=make_linear(
+            weights.take_rows([f"{name}.weight" for name in gate_up], intermediate, hidden),
+            weights.take_rows([f"{name}.bias" for name in gate_up], intermediate) if config.mlp_bias else None,
+        ),
+        activation=config.activation,
+        down=_read_linear(weights, f"{mlp}down_proj", hidden, intermediate, has_bias=config.mlp_bias),
+    )
+
+
+def _read_qkv(weights: ModelWeights, prefix: str, config: DecoderConfig) -> Linear:
+    """Query, key and value fused into one projection, with the pairs of queries and keys side by side."""
+
+    def fused(kind: str, *num_in: int) -> Tensor:
+        num_rows = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        parts = []
+        for name, num_heads in num_rows.items():
+            rows = weights.take(f"{prefix}{name}_proj.{kind}", num_heads * config.head_size, *num_in)
+            parts.append(rows if name == "v" else side_by_side(rows, config.head_size))
+        return torch.cat(parts)
+
+    return make_linear(fused("weight", config.hidden_size), fused("bias") if config.qkv_bias else None)
+
+
+def _read_qk_norm(weights: ModelWeights, prefix: str, config: DecoderConfig) -> HeadNorm:
+    of_queries, of_keys = (
+        side_by_side(weights.take(f"{prefix}{name}.weight", config.head_size), config.head_size)
+        for name in ("q_norm", "k_norm")
+    )
+    heads = [of_queries] * config.num_heads + [of_keys] * config.num_kv_heads
+    return HeadNorm(weight_HD=torch.stack(heads), eps=config.norm_eps)
+
+
+def _read_norm(weights: ModelWeights, name: str, config: DecoderConfig) -> RmsNorm:
+    return RmsNorm(weight_C=weights.take(f"{name}.weight", config.hidden_size), eps=config.norm_eps)
+
+
+def _read_linear(weights: ModelWeights, name: str, num_out: int, num_in: int, *, has_bias: bool) -> Linear:
+    bias_O = weights.take(f"{name}.bias", num_out) if has_bias else None
+    return make_linear(weights.take(f"{name}.weight", num_out, num_in), bias_O)
