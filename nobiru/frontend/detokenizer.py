@@ -1,7 +1,7 @@
 """From a sequence's tokens, as they come, to its text.
 
 Owns which text is certain: a character of which some bytes are missing is held back. The pieces joined are the text
-that the tokenizer makes of all tokens at once. Knows nothing of stop strings, which are `nobiru.frontend.text_stream`'s.
+that the tokenizer makes of all tokens at once. Knows nothing of stop strings; `nobiru.frontend.text_stream` does.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class StopStrings:
     """Lets a text through up to the first stop string, in pieces of any size.
 
     The first one to be complete ends the text; of several that are complete with the same character, the longest. So
-    the result does not depend on where pieces begin. `found` is the stop string, once there is one; `included` leaves it
-    in the text. What may be the beginning of one is held back.
+    the result does not depend on where pieces begin. `found` is the stop string, once there is one; `included` leaves
+    it in the text. What may be the beginning of one is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:

@@ -1,8 +1,8 @@
 """What each token adds to a text, as bytes.
 
-Owns the reading of a tokenizer's decoder: which tokens are bytes, which are special. A token need not be text by itself:
-with byte-level vocabularies it may be a part of a character. Knows nothing of sequences; `nobiru.frontend.detokenizer`
-puts tokens together.
+Owns the reading of a tokenizer's decoder: which tokens are bytes, which are special. A token need not be text by
+itself: with byte-level vocabularies it may be a part of a character. Knows nothing of sequences;
+`nobiru.frontend.detokenizer` puts tokens together.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TokenTexts:
 
     `is_byte_level` tells that the text of tokens is that of their joined bytes. `byte_ids` are the tokens that stand
     for one byte each, where a decoder turns runs of them into text (`ByteFallback`); `special_ids` are those that
-    `skip_special_tokens` leaves out. `anchor` is a token (or none) of plain letters, to put in front of tokens that go on
-    with a text: decoders treat the first token of a text in their own ways.
+    `skip_special_tokens` leaves out. `anchor` is a token (or none) of plain letters, to put in front of tokens that go
+    on with a text: decoders treat the first token of a text in their own ways.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
