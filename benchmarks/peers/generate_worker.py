@@ -1,4 +1,4 @@
-"""One engine in its own interpreter: started, warmed up, timed. `generate_peers.py` runs it: `PY generate_worker.py JOB`.
+"""One engine in its own interpreter: started, warmed up, timed. `generate_peers.py` runs `PY generate_worker.py JOB`.
 
 Owns how each engine is started and asked. The job (JSON) names the engine, the model and the prompts as token ids; the
 result is written to the file that the job names. Imports the standard library and the engine, nothing of nobiru else.
