@@ -30,8 +30,8 @@ class TokenizerPool:
     """Runs a frontend's `prepare` in threads; used from one event loop, and to be closed.
 
     An embedding model has a `Frontend`, a language model a `GenerationFrontend`; what the model is not made for is
-    refused with `InvalidRequestError`. Requests of more than `long_chars` characters go to the long lane. When more than
-    `max_queued_chars` wait already, further ones are refused with `OverloadedError`, whatever their own size.
+    refused with `InvalidRequestError`. Requests of more than `long_chars` characters go to the long lane. When more
+    than `max_queued_chars` wait already, further ones are refused with `OverloadedError`, whatever their own size.
     """
 
     def __init__(
