@@ -1,4 +1,4 @@
-"""nobiru: an inference engine and server for embedding models.
+"""nobiru: an inference engine and server for embedding models and language models.
 
 Owns the public names and the version. `import nobiru` is cheap: a name brings its module, and so torch, when it is
 first used, which keeps the HTTP process and the command line light.
@@ -10,16 +10,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nobiru.generation import CompletionOutput, RequestOutput, SamplingParams
     from nobiru.llm import LLM
     from nobiru.request import EmbeddingRequestOutput, PoolingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EmbeddingRequestOutput", "PoolingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _MODULE_OF = {
     "LLM": "nobiru.llm",
+    "CompletionOutput": "nobiru.generation",
     "EmbeddingRequestOutput": "nobiru.request",
     "PoolingParams": "nobiru.request",
+    "RequestOutput": "nobiru.generation",
+    "SamplingParams": "nobiru.generation",
 }
 
 

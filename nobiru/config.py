@@ -26,10 +26,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lookahead: int = 64
     age_limit_s: float = 10.0
     min_step_tokens: int = 32
+    prefix_caching: bool = True
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank needs to load a model and serve it. `model` is a resolved local folder."""
+    """What one rank needs to load a model and serve it. `model` is a resolved local folder.
+
+    The KV cache of causal models is `kv_cache_memory_bytes` large, or the share `kv_cache_memory_share` of the memory
+    that is free once the weights are loaded, in blocks of `block_size` tokens. With `async_scheduling` a step is
+    planned while the one before runs; None: on CUDA, where the device need not wait for it then.
+    """
 
     model: str
     dtype: Dtype = "auto"
@@ -40,6 +46,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: None = None
     scheduling_policy: SchedulingPolicy = "priority"
     num_threads: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_share: float | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, get_args(Dtype))
@@ -49,6 +60,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("num_threads", self.num_threads, 1)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _at_least("block_size", self.block_size, 1)
+        share = self.kv_cache_memory_share
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(
+                f"kv_cache_memory_share is {share}; it must be above 0 and at most 1", param="kv_cache_memory_share"
+            )
         if self.quantization is not None:
             raise ConfigError(
                 f"quantization is {self.quantization!r}; this version serves unquantized weights only (None)",

@@ -145,7 +145,8 @@ class GenerationInput:
 class SampleRequest:
     """Asks for the token behind a sequence's last one.
 
-    It is output number `len(output_token_ids)`. `forbidden_token_ids` may not be chosen (stop tokens, while there are
+    It is output number `len(output_token_ids)`. `prompt_token_ids` are given where a penalty looks at them, and may be
+    empty otherwise. `forbidden_token_ids` may not be chosen (stop tokens, while there are
     fewer than `min_tokens`).
     """
 

@@ -1,12 +1,13 @@
 """The HTTP process' side of the engine: hands requests to a rank process and waits for their results.
 
-Owns the socket, the ledger of open requests and the measured throughput. Everything runs on one event loop; no torch.
+Owns the socket, the ledgers of open requests and the measured throughput. Everything runs on one event loop; no torch.
 Requests that arrive while the model loads or a rank restarts wait in the ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import uuid
@@ -14,18 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 
 from nobiru.config import EngineConfig, SchedulerConfig
 from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine import messages
+from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
 from nobiru.engine.ledger import Entry, Ledger
-from nobiru.engine.messages import Abort, Crashed, Loaded, Probe, ProbeDone, StartFailed, StepDone, Stop
+from nobiru.engine.messages import Abort, Crashed, EngineState, Loaded, Probe, ProbeDone, StartFailed, StepDone, Stop
 from nobiru.engine.rank_spec import RankSpec
 from nobiru.engine.recorder import FlightRecorder
 from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor
 from nobiru.errors import UnavailableError
+from nobiru.generation import GenerationRequest
 from nobiru.request import PoolingRequest, Vectors
 
 logger = logging.getLogger(__name__)
@@ -40,11 +44,13 @@ class Observer(Protocol):
 
     def observe_queue(self, seconds: float) -> None: ...
 
+    def observe_engine(self, state: EngineState) -> None: ...
+
     def rank_restarted(self) -> None: ...
 
 
 class ZmqClient:
-    """`await embed(request)` from any number of tasks, between `start` and `stop`."""
+    """`await embed(request)` and `generate(request)` from any number of tasks, between `start` and `stop`."""
 
     def __init__(
         self,
@@ -63,11 +69,14 @@ class ZmqClient:
         self._observer = observer
         self._endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
         self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
+        ids = itertools.count()
         self._ledger = Ledger(
             embedding_dim=embedding_dim,
             max_slice_tokens=limits.max_num_batched_tokens,
             max_slice_sequences=limits.max_num_seqs,
+            ids=ids,
         )
+        self._generation = GenerationStreams(ids, send_waiting=self._send_children, abort=self._abort_all)
         self._supervisor = RankSupervisor(
             self._launch,
             recorder_capacity=limits.max_num_seqs,
@@ -111,9 +120,11 @@ class ZmqClient:
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
+        has_shut_down = UnavailableError("the server has shut down")
         for future in self._futures.values():
             if not future.done():
-                future.set_exception(UnavailableError("the server has shut down"))
+                future.set_exception(has_shut_down)
+        self._generation.fail_all(has_shut_down)
         if self._context is not None and self._socket is not None:
             self._socket.close()
             self._context.term()
@@ -129,6 +140,10 @@ class ZmqClient:
         finally:
             del self._futures[entry]
             self._abort(entry)
+
+    def generate(self, request: GenerationRequest) -> GenerationStream:
+        """The tokens of a request as they come. Whoever asked closes the stream, which aborts what is left."""
+        return self._generation.open(request, time.monotonic())
 
     async def probe(self, timeout_s: float) -> bool:
         """Whether a forward pass ends within `timeout_s` from now."""
@@ -152,12 +167,12 @@ class ZmqClient:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of all requests without an answer yet."""
-        return self._ledger.num_tokens
+        """Tokens that wait to be computed: of texts without a vector yet, and of prompts without a first token."""
+        return self._ledger.num_tokens + self._generation.ledger.num_tokens
 
     @property
     def queued_requests(self) -> int:
-        return len(self._ledger.entries)
+        return len(self._ledger.entries) + len(self._generation.ledger.entries)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -194,6 +209,7 @@ class ZmqClient:
         self._serving = rank
         self.last_forward_s = time.monotonic()  # loading ends with a warm-up pass
         self._send_slices()
+        self._send_children()
 
     def _on_lost(self, rank: Rank, executing: Sequence[int]) -> None:
         if self._serving is rank:
@@ -201,6 +217,7 @@ class ZmqClient:
         self._observer.rank_restarted()
         for entry in self._ledger.rank_lost(rank.rank_id, executing):
             self._resolve(entry)
+        self._generation.rank_lost(rank.rank_id, executing)
         for future in self._probes.values():
             if not future.done():
                 future.set_result(False)
@@ -230,9 +247,17 @@ class ZmqClient:
     def _step_done(self, rank: Rank, done: StepDone) -> None:
         rank.has_worked = True
         self.last_forward_s = time.monotonic()
+        self._generation.apply(done.generated)
+        if done.failures:
+            seq_ids = np.frombuffer(done.seq_ids, dtype="<i8")
+            for failure in done.failures:
+                self._generation.fail(int(seq_ids[failure.index]), failure)
         for entry in self._ledger.apply(done):
             self._resolve(entry)
         self._send_slices()
+        self._send_children()
+        if done.state is not None:
+            self._observer.observe_engine(done.state)
         self._throughput.add(done.num_tokens, done.compute_s)
         self._observer.observe_step(done.num_tokens, done.num_sequences, done.compute_s)
         for seconds in done.queue_s:
@@ -256,9 +281,21 @@ class ZmqClient:
             self._ledger.sent(piece, rank.rank_id)
             self._send(rank, piece.message(now_s))
 
+    def _send_children(self) -> None:
+        rank = self._serving
+        if rank is None:
+            return
+        now_s = time.monotonic()
+        for child in self._generation.unsent():
+            self._generation.ledger.sent(child, rank.rank_id)
+            self._send(rank, child.message(now_s))
+
     def _abort(self, entry: Entry) -> None:
         """Whoever waited is gone; nothing to do when all results had arrived."""
-        for rank_id, slice_ids in self._ledger.cancel(entry).items():
+        self._abort_all(self._ledger.cancel(entry))
+
+    def _abort_all(self, aborts: Aborts) -> None:
+        for rank_id, slice_ids in aborts.items():
             if self._serving is not None and self._serving.rank_id == rank_id:
                 self._send(self._serving, Abort(slice_ids=slice_ids))
 

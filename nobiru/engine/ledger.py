@@ -12,6 +12,7 @@ sequence has a fresh id; results with another id are late ones of a lost rank, a
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -89,7 +90,15 @@ class Ledger:
     an entry returns it, once.
     """
 
-    def __init__(self, *, embedding_dim: int, max_slice_tokens: int, max_slice_sequences: int, window: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        embedding_dim: int,
+        max_slice_tokens: int,
+        max_slice_sequences: int,
+        window: int = 2,
+        ids: Iterator[int] | None = None,
+    ) -> None:
         self.embedding_dim = embedding_dim
         self.max_slice_tokens = max_slice_tokens
         self.max_slice_sequences = max_slice_sequences
@@ -98,7 +107,7 @@ class Ledger:
         self.entries: set[Entry] = set()
         self._slice_of: dict[int, Slice] = {}
         self._unsent: list[tuple[int, int, Slice]] = []
-        self._next_id = 0
+        self._next_ids = itertools.count() if ids is None else ids
 
     def open(self, request: PoolingRequest, now_s: float) -> Entry:
         """Take a request; its first slices are now `unsent`."""
@@ -193,10 +202,8 @@ class Ledger:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _ids(self, count: int) -> range:
-        first = self._next_id
-        self._next_id += count
-        return range(first, self._next_id)
+    def _ids(self, count: int) -> list[int]:
+        return list(itertools.islice(self._next_ids, count))
 
     def _cut_slices(self, entry: Entry) -> None:
         """Send the request's next slices on their way, until its window is full."""

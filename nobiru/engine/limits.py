@@ -14,19 +14,36 @@ from nobiru.folder.spec import ModelFolder
 SERVER_TOKEN_BUDGET = 1024
 OFFLINE_TOKEN_BUDGET = 2048
 CUDA_TOKEN_BUDGET = 16384
+# Between two steps of a generating model many people wait for their next token, which a prefill must not delay long.
+SERVER_GENERATION_TOKEN_BUDGET = 512
+CUDA_GENERATION_TOKEN_BUDGET = 8192
+
+
+def default_token_budget(folder: ModelFolder, *, default: int, on_cuda: bool) -> int:
+    """The tokens of a step when the user does not say; `default` is the number for encoders on a CPU."""
+    if folder.task == "generate":
+        on_cpu = SERVER_GENERATION_TOKEN_BUDGET if default == SERVER_TOKEN_BUDGET else default
+        return CUDA_GENERATION_TOKEN_BUDGET if on_cuda else on_cpu
+    return CUDA_TOKEN_BUDGET if on_cuda else default
 
 
 def scheduler_config(config: EngineConfig, folder: ModelFolder, *, default_budget: int) -> SchedulerConfig:
-    """The scheduler's limits; `ConfigError` when the longest text would not fit into a step."""
+    """The scheduler's limits; `ConfigError` when the longest text would not fit into a step.
+
+    A causal model's text need not: its prefill is cut to what a step takes.
+    """
     budget = config.max_num_batched_tokens
     if budget is None:
-        budget = max(default_budget, folder.max_model_len)
-    if budget < folder.max_model_len:
+        budget = default_budget if folder.is_causal else max(default_budget, folder.max_model_len)
+    if budget < folder.max_model_len and not folder.is_causal:
         raise ConfigError(
             f"max_num_batched_tokens is {budget}, but a text may have {folder.max_model_len} tokens (max_model_len) "
             f"and must fit into one step; raise the first or lower the second",
             param="max_num_batched_tokens",
         )
     return SchedulerConfig(
-        max_num_batched_tokens=budget, max_num_seqs=config.max_num_seqs, policy=config.scheduling_policy
+        max_num_batched_tokens=budget,
+        max_num_seqs=config.max_num_seqs,
+        policy=config.scheduling_policy,
+        prefix_caching=config.enable_prefix_caching,
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from nobiru.generation import FinishReason, SampledToken, SamplingParams
+
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add", kw_only=True):
     """Run a slice of a request: its sequences get the ids `first_seq_id`, `first_seq_id` + 1, ….
@@ -27,8 +29,27 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag="add", kw_only=True)
     token_ids: bytes
 
 
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate", kw_only=True):
+    """Run one child of a generation request.
+
+    `prompt` and `outputs` are int32 token ids: what it begins with, and what earlier attempts have brought already.
+    """
+
+    seq_id: int
+    arrival: int
+    age_s: float
+    priority: int
+    alone: bool
+    child: int
+    params: SamplingParams
+    max_tokens: int
+    stop_token_ids: list[int]
+    prompt: bytes
+    outputs: bytes
+
+
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort", kw_only=True):
-    """Forget these slices: nobody waits for them any more."""
+    """Forget these slices, or children by their `seq_id`: nobody waits for them any more."""
 
     slice_ids: list[int]
 
@@ -43,7 +64,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", kw_only=Tru
     """End."""
 
 
-ToRank = Add | Abort | Probe | Stop
+ToRank = Add | Generate | Abort | Probe | Stop
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded", kw_only=True):
@@ -67,24 +88,53 @@ class Crashed(msgspec.Struct, frozen=True, array_like=True, tag="crashed", kw_on
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One sequence's error."""
+    """One sequence's error; `is_invalid` when the request itself is to blame."""
 
     index: int
     message: str
     code: str | None
+    is_invalid: bool = False
+
+
+class Generated(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """New tokens of a sequence; `first_index` is the output index of the first."""
+
+    seq_id: int
+    first_index: int
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class EngineState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The queues and the KV cache of a rank after a step.
+
+    `num_preemptions`, `num_cached_tokens` and `num_prompt_tokens` count since the step before: sequences preempted, and
+    of the prompts that began, the tokens found in the prefix cache and all tokens.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
 
 
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag="step_done", kw_only=True):
     """Results of one step.
 
     `seq_ids` (int64 bytes) are the sequences with an outcome. `vectors` holds their float32 vectors one after another,
-    `vector_sizes` (int32 bytes) how many values each has: none for those with a `Failure`.
+    `vector_sizes` (int32 bytes) how many values each has: none for those with a `Failure`. `generated` are the tokens
+    of sequences that generate text; those have a place in `seq_ids` only when they fail.
     """
 
     seq_ids: bytes
     vector_sizes: bytes
     vectors: bytes
     failures: list[Failure]
+    generated: list[Generated]
+    state: EngineState | None
     queue_s: list[float]
     num_sequences: int
     num_tokens: int

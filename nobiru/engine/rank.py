@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -22,13 +23,29 @@ from nobiru import env
 from nobiru.engine import messages
 from nobiru.engine.core import EngineCore, StepOutput
 from nobiru.engine.limits import SERVER_TOKEN_BUDGET
-from nobiru.engine.messages import Abort, Add, Crashed, Failure, Loaded, Probe, ProbeDone, StartFailed, StepDone, Stop
+from nobiru.engine.messages import (
+    Abort,
+    Add,
+    Crashed,
+    EngineState,
+    Failure,
+    Generate,
+    Generated,
+    Loaded,
+    Probe,
+    ProbeDone,
+    StartFailed,
+    StepDone,
+    Stop,
+)
 from nobiru.engine.rank_spec import RankSpec
 from nobiru.engine.recorder import FlightRecorder
-from nobiru.errors import ConfigError, ModelFolderError, NobiruError
+from nobiru.engine.sequences import embedding_sequence, generation_sequence
+from nobiru.errors import ConfigError, InvalidRequestError, ModelFolderError, NobiruError
+from nobiru.generation import FinishReason, SampledToken
 from nobiru.request import SequenceInput
 from nobiru.runner.faults import parse_faults
-from nobiru.scheduler import Plan, Sequence
+from nobiru.scheduler import CausalState, Part, Plan, Sequence
 
 HEARTBEAT_S = 0.25
 IDLE_POLL_MS = 1000
@@ -45,6 +62,7 @@ class RankServer:
         self._recorder = recorder
         self._slices: dict[int, range] = {}
         self._probes: list[int] = []
+        self._num_preemptions = 0
         self._stopping = False
 
     def run(self) -> None:
@@ -54,7 +72,8 @@ class RankServer:
             output = self._core.step()
             if output is not None:
                 self._send_results(output)
-                self._recorder.step_ends()
+                if not self._core.is_executing:
+                    self._recorder.step_ends()
             self._answer_probes(forward_pass_done=output is not None)
 
     def _receive_all(self) -> None:
@@ -67,9 +86,11 @@ class RankServer:
         match message:
             case Add():
                 self._add(message)
+            case Generate():
+                self._generate(message)
             case Abort():
                 for slice_id in message.slice_ids:
-                    self._core.abort(self._slices.pop(slice_id, ()))
+                    self._core.abort(self._slices.pop(slice_id, (slice_id,)))
             case Probe():
                 self._probes.append(message.nonce)
             case Stop():
@@ -90,32 +111,55 @@ class RankServer:
                 num_skipped_tokens=add.num_skipped_tokens,
             )
             sequences.append(
-                Sequence(
+                embedding_sequence(
+                    payload,
+                    is_causal=self._core.scheduler.has_cache,
                     seq_id=seq_id,
-                    num_tokens=end - begin,
                     arrival=add.arrival,
                     arrival_s=arrival_s,
                     priority=add.priority,
                     alone=add.alone,
-                    payload=payload,
                 )
             )
             begin = end
         self._core.add(sequences)
 
+    def _generate(self, message: Generate) -> None:
+        sequence = generation_sequence(
+            message.params,
+            child=message.child,
+            prompt=np.frombuffer(message.prompt, dtype="<i4").tolist(),
+            outputs=np.frombuffer(message.outputs, dtype="<i4").tolist(),
+            max_tokens=message.max_tokens,
+            stop_token_ids=message.stop_token_ids,
+            seq_id=message.seq_id,
+            arrival=message.arrival,
+            arrival_s=time.monotonic() - message.age_s,
+            alone=message.alone,
+        )
+        self._core.add([sequence])
+
     def _send_results(self, output: StepOutput) -> None:
+        results = list(zip(output.sequences, output.outcomes, strict=True))
+        ended = [(sequence, outcome) for sequence, outcome in results if not isinstance(outcome, SampledToken)]
         failures = [
-            Failure(index=index, message=outcome.message, code=outcome.code)
-            for index, outcome in enumerate(output.outcomes)
+            Failure(
+                index=index,
+                message=outcome.message,
+                code=outcome.code,
+                is_invalid=isinstance(outcome, InvalidRequestError),
+            )
+            for index, (_, outcome) in enumerate(ended)
             if isinstance(outcome, NobiruError)
         ]
-        vectors = [np.empty(0, np.float32) if isinstance(each, NobiruError) else each for each in output.outcomes]
-        seq_ids = [sequence.seq_id for sequence in output.sequences]
+        vectors = [each if isinstance(each, np.ndarray) else np.empty(0, np.float32) for _, each in ended]
         done = StepDone(
-            seq_ids=np.array(seq_ids, dtype="<i8").tobytes(),
+            seq_ids=np.array([sequence.seq_id for sequence, _ in ended], dtype="<i8").tobytes(),
             vector_sizes=np.array([vector.size for vector in vectors], dtype="<i4").tobytes(),
             vectors=np.concatenate(vectors).astype("<f4", copy=False).tobytes() if vectors else b"",
             failures=failures,
+            generated=[_generated(sequence, each) for sequence, each in results if isinstance(each, SampledToken)],
+            state=self._state(output) if self._core.scheduler.has_cache else None,
             queue_s=output.queue_s,
             num_sequences=output.num_sequences,
             num_tokens=output.num_tokens,
@@ -123,6 +167,20 @@ class RankServer:
         )
         self._socket.send(messages.encode(done))
         self._forget_slices()
+
+    def _state(self, output: StepOutput) -> EngineState:
+        scheduler = self._core.scheduler
+        begun = [sequence.causal for sequence in output.newcomers if sequence.causal is not None]
+        state = EngineState(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_usage=scheduler.kv_usage,
+            num_preemptions=scheduler.num_preemptions - self._num_preemptions,
+            num_cached_tokens=sum(each.num_cached_tokens or 0 for each in begun),
+            num_prompt_tokens=sum(each.num_prompt_tokens for each in begun),
+        )
+        self._num_preemptions = scheduler.num_preemptions
+        return state
 
     def _forget_slices(self) -> None:
         """Drop slices whose last sequence is done; partial ones stay for a possible abort."""
@@ -137,7 +195,10 @@ class RankServer:
         """A step that just ended proves as much as a pass of the probe's own."""
         if not self._probes:
             return
-        if not forward_pass_done:
+        if not forward_pass_done and self._core.scheduler.has_cache:
+            self._core.add([probe_sequence()])
+            self._core.step()
+        elif not forward_pass_done:
             self._core.executor.execute(probe_plan())
         for nonce in self._probes:
             self._socket.send(messages.encode(ProbeDone(nonce=nonce)))
@@ -148,7 +209,26 @@ def probe_plan() -> Plan:
     """The smallest forward pass: one sequence of one token."""
     payload = SequenceInput(token_ids=np.zeros(1, np.int32))
     sequence = Sequence(seq_id=-1, num_tokens=1, arrival=-1, arrival_s=0.0, payload=payload)
-    return Plan(sequences=(sequence,), num_tokens=1)
+    return Plan(parts=(Part(sequence=sequence, start=0, num_tokens=1, is_last=True),), num_tokens=1)
+
+
+def probe_sequence() -> Sequence:
+    """The same over the KV cache, in a block that it gets like any other sequence: nobody's may be written."""
+    state = CausalState(token_ids=[0], num_prompt_tokens=1, max_num_tokens=1, cache_salt="probe")
+    return Sequence(seq_id=-1, num_tokens=1, arrival=-1, arrival_s=0.0, causal=state)
+
+
+def _generated(sequence: Sequence, token: SampledToken) -> Generated:
+    state = sequence.causal
+    assert state is not None
+    reason = cast("FinishReason | None", state.finish_reason)  # "pooled" belongs to sequences without tokens
+    return Generated(
+        seq_id=sequence.seq_id,
+        first_index=state.num_outputs - 1,
+        tokens=[token],
+        finish_reason=reason,
+        num_cached_tokens=state.num_cached_tokens or 0,
+    )
 
 
 def main() -> None:

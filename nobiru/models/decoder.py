@@ -64,6 +64,8 @@ class DecoderConfig:
 class Decoder:
     """`forward` maps a step's tokens to hidden states, `logits` some of those to scores for the next token."""
 
+    is_reentrant = True
+
     def __init__(
         self,
         config: DecoderConfig,

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nobiru.errors import ConfigError
-from nobiru.request import SequenceInput, Vectors
-from nobiru.runner.executor import Runner
+from nobiru.runner.executor import Result, Runner
+from nobiru.runner.inputs import Input
 
 FAULTS = ("kill_on_token", "raise_on_token", "memory_tokens", "nan_on_token", "step_delay_ms", "fail_at_start")
 
@@ -45,7 +45,7 @@ class FaultyRunner:
         self._runner = runner
         self._faults = faults
 
-    def run(self, sequences: Sequence[SequenceInput]) -> list[Vectors]:
+    def run(self, sequences: Sequence[Input]) -> list[Result]:
         time.sleep(self._faults.get("step_delay_ms", 0) / 1000)
         if self._holds("kill_on_token", sequences):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -54,12 +54,14 @@ class FaultyRunner:
         num_tokens = sum(each.token_ids.size for each in sequences)
         if num_tokens > self._faults.get("memory_tokens", num_tokens):
             raise MemoryError(f"fault injection: {num_tokens} tokens are too many")
-        vectors = self._runner.run(sequences)
+        results = self._runner.run(sequences)
         return [
-            np.full_like(vector, np.nan) if self._holds("nan_on_token", [each]) else vector
-            for vector, each in zip(vectors, sequences, strict=True)
+            np.full_like(result, np.nan)
+            if isinstance(result, np.ndarray) and self._holds("nan_on_token", [each])
+            else result
+            for result, each in zip(results, sequences, strict=True)
         ]
 
-    def _holds(self, fault: str, sequences: Sequence[SequenceInput]) -> bool:
+    def _holds(self, fault: str, sequences: Sequence[Input]) -> bool:
         token_id = self._faults.get(fault)
         return token_id is not None and any((each.token_ids == token_id).any() for each in sequences)

@@ -10,10 +10,11 @@ from nobiru.scheduler.plan import CausalState
 
 
 class BlockTables:
-    """A `BlockPool` seen from sequences."""
+    """A `BlockPool` seen from sequences. Without `prefix_caching` nothing is published, so nothing is found."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, prefix_caching: bool = True) -> None:
         self.pool = pool
+        self._prefix_caching = prefix_caching
 
     def can_ever_hold(self, state: CausalState) -> bool:
         """Whether the whole pool is enough for the sequence at its longest."""
@@ -48,7 +49,7 @@ class BlockTables:
     def publish(self, state: CausalState) -> None:
         """Let others find the blocks that are full by now."""
         num_full = state.num_computed_tokens // self.pool.block_size
-        if num_full > state.num_published_blocks:
+        if self._prefix_caching and num_full > state.num_published_blocks:
             tokens = state.token_ids[: state.num_computed_tokens]
             self.pool.publish(state.block_ids, tokens, state.num_published_blocks, state.cache_salt)
             state.num_published_blocks = num_full

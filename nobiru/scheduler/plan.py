@@ -46,7 +46,8 @@ class Sequence:
     `seq_id` is unique. `num_tokens` is the number of tokens at arrival. `arrival` orders sequences of equal priority
     and is unique too; a sequence that runs again after a failure keeps its own. `arrival_s` is the clock's time at
     arrival (seconds). `alone` asks for steps without company, because the sequence is suspected of killing ranks.
-    `causal` is None for encoders, whose sequences run whole, in one step.
+    `causal` is None for encoders, whose sequences run whole, in one step. `has_run` is the step loop's note that the
+    sequence has been in a step.
     """
 
     seq_id: int
@@ -56,6 +57,7 @@ class Sequence:
     priority: int = 0
     alone: bool = False
     payload: object = None
+    has_run: bool = False
     causal: CausalState | None = None
 
 

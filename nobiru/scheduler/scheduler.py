@@ -50,7 +50,7 @@ class Scheduler:
         self.waiting = WaitingQueue(by_priority=config.policy == "priority")
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
-        self._tables = None if pool is None else BlockTables(pool)
+        self._tables = None if pool is None else BlockTables(pool, prefix_caching=config.prefix_caching)
         self._num_plans: dict[int, int] = {}  # in how many plans in flight a sequence is
         self._aborted: set[int] = set()  # aborted while in flight: their result is dropped by `update`
         self._last_step_served_aged = False
@@ -59,6 +59,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return len(self.waiting) > 0 or len(self.running) > 0
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether its sequences run over a KV cache."""
+        return self._tables is not None
 
     @property
     def kv_usage(self) -> float:
@@ -91,11 +96,10 @@ class Scheduler:
     def schedule(self, now_s: float) -> Plan | None:
         """The next step, or None when nothing can run (with nothing in flight: when there is no work)."""
         step = Step(self.config)
-        if self._last_step_was_alone or not self._serve_alone(step):  # every other step may be one of those
-            if self._continue_running(step):
-                self._admit(step, now_s)
-            if not len(step):
-                self._serve_alone(step)
+        num_preemptions = -1
+        while not len(step) and num_preemptions != self.num_preemptions:  # all of them may have lost their blocks
+            num_preemptions = self.num_preemptions
+            self._fill(step, now_s)
         plan = step.plan()
         if plan is not None:
             self._last_step_was_alone = plan.parts[0].sequence.alone
@@ -134,6 +138,14 @@ class Scheduler:
                 continue
             del self.running[part.sequence.seq_id]
             self.waiting.push(part.sequence)
+
+    def _fill(self, step: Step, now_s: float) -> None:
+        if not self._last_step_was_alone and self._serve_alone(step):  # every other step may be one of those
+            return
+        if self._continue_running(step):
+            self._admit(step, now_s)
+        if not len(step):
+            self._serve_alone(step)
 
     # ---- running sequences -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from nobiru.errors import ConfigError, InferenceError
 from nobiru.request import SequenceInput, Vectors
 from nobiru.runner.executor import Executor
 from nobiru.runner.faults import FaultyRunner, parse_faults
-from nobiru.scheduler import Plan
+from nobiru.scheduler import Part, Plan
 from nobiru.scheduler import Sequence as Scheduled
 
 
@@ -39,7 +39,8 @@ def plan(tokens: list[int]) -> Plan:
         )
         for number, token in enumerate(tokens)
     )
-    return Plan(sequences=sequences, num_tokens=len(tokens))
+    parts = tuple(Part(sequence=each, start=0, num_tokens=1, is_last=True) for each in sequences)
+    return Plan(parts=parts, num_tokens=len(tokens))
 
 
 def test_one_call_when_nothing_fails() -> None:

@@ -53,6 +53,8 @@ def done(results: list[tuple[int, int, int]], failing: tuple[int, ...] = ()) -> 
         vector_sizes=np.array([vector.size for vector in vectors], dtype="<i4").tobytes(),
         vectors=np.concatenate([*vectors, np.empty(0, np.float32)]).tobytes(),
         failures=failures,
+        generated=[],
+        state=None,
         queue_s=[],
         num_sequences=len(results),
         num_tokens=0,
