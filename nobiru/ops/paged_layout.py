@@ -9,9 +9,10 @@ of a block, K key heads, D values a head, M blocks of the sequence that has most
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,8 @@ class PagedLayout:
         self.contexts_B = starts_B + lengths_B
         self.block_size = block_size
         self.device = torch.device(device)
+        # What others work out from this layout, once a step; theirs to fill.
+        self.derived: dict[Hashable, Any] = {}
         self.ends_B = np.cumsum(lengths_B)
         self.num_blocks_B = -(-self.contexts_B // block_size)
         # Beyond a sequence's own blocks the table repeats block 0, which exists whenever any does.
@@ -98,9 +101,12 @@ class PagedLayout:
     @cached_property
     def slots_T(self) -> Tensor:
         """[T] int64: each token's row in a layer's keys and values, seen as [N * S, K, D]."""
-        seqs_T = np.repeat(np.arange(self.num_seqs), self.lengths_B)
-        blocks_T = self.block_table_BM[seqs_T, self.positions // self.block_size]
-        return self.to_device(blocks_T * self.block_size + self.positions % self.block_size)
+        return self.to_device(self.slots_of(np.repeat(np.arange(self.num_seqs), self.lengths_B), self.positions))
+
+    def slots_of(self, seqs: Integers, positions: Integers) -> Integers:
+        """The rows in the cache of tokens at `positions` of sequences number `seqs`; the two broadcast."""
+        blocks = self.block_table_BM[seqs, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
 
     @cached_property
     def last_B(self) -> Tensor:
@@ -111,6 +117,18 @@ class PagedLayout:
     def cu_lengths(self) -> Tensor:
         """[B + 1] int32: where sequences begin in the batch, and the end of the last."""
         return self.to_device(np.concatenate(([0], self.ends_B)).astype(np.int32))
+
+    @cached_property
+    def cu_contexts(self) -> Tensor:
+        """[B + 1] int32: where contexts begin, laid one after another, and the end of the last."""
+        return self.to_device(np.concatenate(([0], np.cumsum(self.contexts_B))).astype(np.int32))
+
+    @cached_property
+    def context_slots(self) -> Tensor:
+        """int64: the rows in the cache of all contexts' tokens, one context after another."""
+        seqs = np.repeat(np.arange(self.num_seqs), self.contexts_B)
+        begins = np.repeat(np.cumsum(self.contexts_B) - self.contexts_B, self.contexts_B)
+        return self.to_device(self.slots_of(seqs, np.arange(seqs.size) - begins))
 
     @cached_property
     def block_table(self) -> Tensor:

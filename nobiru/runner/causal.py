@@ -1,8 +1,8 @@
 """Runs one step of a model over the KV cache: parts of sequences in; a token, a vector or nothing out for each.
 
-Owns the model on its device, the cache's tensors and the sampler. Knows nothing of queues, plans or clients, nor of which
-sequence holds which block. How many threads to use is set by whoever starts the process, with `torch.set_num_threads`
-before loading.
+Owns the model on its device, the cache's tensors and the sampler. Knows nothing of queues, plans or clients, nor of
+which sequence holds which block. How many threads to use is set by whoever starts the process, with
+`torch.set_num_threads` before loading.
 
 A step that runs again gives the same results: it writes the same keys and values into the same slots, and what the
 sampler draws depends on a request alone.
@@ -249,8 +249,8 @@ def _last_rows(hidden_TC: Tensor, batch: CausalBatch, places: list[int]) -> Tens
 def _last_token_finisher(folder: ModelFolder, device: torch.device) -> Finisher:
     if folder.pooling.modes != ("lasttoken",):
         raise ModelFolderError(
-            f"{folder.path}: pooling is {', '.join(folder.pooling.modes)}; a causal model's vectors are those of the last "
-            "token (lasttoken)"
+            f"{folder.path}: pooling is {', '.join(folder.pooling.modes)}; a causal model's vectors are those of the "
+            "last token (lasttoken)"
         )
     return Finisher(folder, device)
 

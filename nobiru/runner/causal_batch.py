@@ -60,9 +60,7 @@ def pack_causal(inputs: Sequence[CausalInput], limits: CausalLimits, device: tor
         device=device,
     )
     assert layout.block_table_BM.min() >= 0 and layout.block_table_BM.max() < limits.num_blocks, "blocks exist"
-    return CausalBatch(
-        inputs=chosen, order=order_B.tolist(), token_ids_T=layout.to_device(token_ids_T), layout=layout
-    )
+    return CausalBatch(inputs=chosen, order=order_B.tolist(), token_ids_T=layout.to_device(token_ids_T), layout=layout)
 
 
 def _check_lengths(starts: np.ndarray, lengths: np.ndarray, max_model_len: int) -> None:
@@ -70,4 +68,6 @@ def _check_lengths(starts: np.ndarray, lengths: np.ndarray, max_model_len: int) 
         raise InvalidRequestError("a sequence has no tokens; at least 1 is needed")
     longest = int((starts + lengths).max())
     if longest > max_model_len:
-        raise InvalidRequestError(f"a sequence has {longest} tokens; the model's limit is {max_model_len} (max_model_len)")
+        raise InvalidRequestError(
+            f"a sequence has {longest} tokens; the model's limit is {max_model_len} (max_model_len)"
+        )
