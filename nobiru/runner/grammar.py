@@ -37,6 +37,8 @@ MAX_COMPILE_S = 5.0
 
 _SOURCE_LINE = re.compile(r"^\[[^\]]*\] \S+?:\d+: ")
 
+_CONTROL_BYTES = frozenset(range(0x20)) - frozenset(b"\n\r")
+
 Words = NDArray[np.int32]
 
 
@@ -111,12 +113,13 @@ class Grammars:
             if not self._eos_token_ids:
                 _refuse("json_schema needs a model with an end-of-text token, and this folder names none")
             tokens, is_byte_level = read_vocabulary(self._folder, self._vocab_size)
-            info = TokenizerInfo(
-                tokens,
-                VocabType.BYTE_LEVEL if is_byte_level else VocabType.BYTE_FALLBACK,
-                vocab_size=self._vocab_size,
-                stop_token_ids=list(self._eos_token_ids),
-            )
+            kind = VocabType.BYTE_LEVEL if is_byte_level else VocabType.BYTE_FALLBACK
+            stops = list(self._eos_token_ids)
+            # JSON does without them, but strings with a maxLength get them from the library.
+            for token_id, read in enumerate(TokenizerInfo(tokens, kind, stop_token_ids=stops).decoded_vocab):
+                if not _CONTROL_BYTES.isdisjoint(read):
+                    tokens[token_id] = ""
+            info = TokenizerInfo(tokens, kind, stop_token_ids=stops)
             self._compiler = GrammarCompiler(
                 info, max_threads=1, cache_limit_bytes=MAX_GRAMMAR_BYTES, enable_dynamic_compilation=True
             )
