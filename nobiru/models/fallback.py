@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.spec import ModelFolder
-from nobiru.models.pretrained import load_pretrained, quiet
+from nobiru.models.pretrained import brief, load_pretrained, quiet, register_attention
 from nobiru.models.weights import Precision
 from nobiru.ops.layout import PackedLayout, plan_groups
 from nobiru.ops.packed_attention import attention_path, packed_attention
@@ -104,22 +104,12 @@ class PackedFallback:
 
 
 class _AttentionInterface:
-    """What `transformers` calls instead of its own attention functions.
-
-    It finds those by name in a table of its own, so each model registers one under a name that nobody else has.
-    """
+    """What `transformers` calls instead of its own attention functions."""
 
     def __init__(self) -> None:
         self._layout: PackedLayout | None = None
         self.num_calls = 0
         self.path = ""
-
-    def register(self) -> str:
-        from transformers import AttentionInterface  # takes seconds; native families never need it
-
-        name = f"nobiru_packed_{id(self):x}"
-        AttentionInterface.register(name, self)
-        return name
 
     @contextmanager
     def within(self, layout: PackedLayout) -> Iterator[None]:
@@ -196,13 +186,13 @@ class _Trial:
         except Exception as error:
             raise ModelFolderError(
                 f"{file}: field 'model_type' is {self._folder.model_type!r}, which does not run on token ids alone: "
-                f"{_brief(error)}"
+                f"{brief(error)}"
             ) from error
         first, second = hidden_2LC[:, 0]
         if bool((first - second).abs().max() <= 1e-6 * first.abs().max()):
             raise ModelFolderError(
-                f"{file}: field 'model_type' is {self._folder.model_type!r}, whose attention is causal; this version "
-                "serves encoders only"
+                f"{file}: field 'model_type' is {self._folder.model_type!r}, whose attention is causal, but the "
+                'folder says nothing of it; with "is_decoder": true in config.json it is taken as a decoder'
             )
 
     def _alone(self) -> dict[int, Tensor]:
@@ -219,7 +209,7 @@ class _Trial:
         """The model packed, with its attention replaced by ours, or why that does not work (and nothing replaced)."""
         own_name = self._model.config._attn_implementation
         interface = _AttentionInterface()
-        self._model.set_attn_implementation(interface.register())
+        self._model.set_attn_implementation(register_attention(interface))
         reason = ""
         # Tables of positions begin at 0, or behind the padding id as in RoBERTa.
         for first_position in (0, self._padding_id + 1):
@@ -239,7 +229,7 @@ class _Trial:
         try:
             hidden_TC = encoder.forward(self._ids_T, self._layout)
         except Exception as error:  # whatever an architecture does not support: another way takes over and says why
-            return f"a batch fails with {_brief(error)}"
+            return f"a batch fails with {brief(error)}"
         worst = 0.0
         for end, expected in alone.items():
             found = hidden_TC[end - expected.shape[0] : end]
@@ -269,10 +259,6 @@ class _Trial:
 
 def _run(model: Any, ids_nL: Tensor, mask_nL: Tensor) -> Tensor:
     return _hidden(model(input_ids=ids_nL, attention_mask=mask_nL))
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
 
 def _hidden(output: Any) -> Tensor:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,11 @@ _UNUSED_PARTS = ("pooler", "contact_head")
 
 
 def load_pretrained(folder: ModelFolder, precision: Precision) -> Any:
-    """The encoder as a `transformers` model, on the CPU; `ModelFolderError` explains what cannot be served."""
+    """The model as `transformers` has it, on the CPU, with a head if it is a language model.
+
+    Decoders have attention in its plainest form, which supports all that an architecture asks for. `ModelFolderError`
+    explains what cannot be served.
+    """
     import transformers
 
     path, file = folder.transformer_path, folder.transformer_path / "config.json"
@@ -35,7 +39,10 @@ def load_pretrained(folder: ModelFolder, precision: Precision) -> Any:
                     f"{file}: field 'model_type' is {folder.model_type!r}, an encoder-decoder architecture; only the "
                     f"encoders of {', '.join(_ENCODER_CLASSES)} can be served"
                 )
-            model_class = getattr(transformers, _ENCODER_CLASSES.get(folder.model_type, "AutoModel"))
+            default = "AutoModelForCausalLM" if folder.task == "generate" else "AutoModel"
+            model_class = getattr(transformers, _ENCODER_CLASSES.get(folder.model_type, default))
+            if folder.is_causal:
+                loading["attn_implementation"] = "eager"
             model, report = model_class.from_pretrained(
                 path, config=config, dtype=precision.compute, output_loading_info=True, **loading
             )
@@ -53,6 +60,22 @@ def load_pretrained(folder: ModelFolder, precision: Precision) -> Any:
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(precision.weights))
     return model.eval().requires_grad_(False)
+
+
+def register_attention(function: Callable[..., Any]) -> str:
+    """The name under which a model of `transformers` finds this attention function.
+
+    It looks for names in a table of its own, so each function gets one that nobody else has.
+    """
+    from transformers import AttentionInterface
+
+    name = f"nobiru_{id(function):x}"
+    AttentionInterface.register(name, function)
+    return name
+
+
+def brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
 
 @contextmanager

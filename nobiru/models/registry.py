@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nobiru.errors import ModelFolderError
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.bert import load_bert, load_roberta
+from nobiru.models.causal_fallback import load_causal_fallback
 from nobiru.models.distilbert import load_distilbert
 from nobiru.models.fallback import load_fallback
 from nobiru.models.llama import load_llama
@@ -37,8 +37,9 @@ class Encoder(Protocol):
 
 class CausalModel(Protocol):
     """Runs over a KV cache of `num_layers` layers with `num_kv_heads` heads of `head_size` values in `dtype`, which is
-    also the dtype of arithmetic."""
+    also the dtype of arithmetic. Several threads may call `forward` and `logits` at once if `is_reentrant`."""
 
+    is_reentrant: bool
     num_layers: int
     num_kv_heads: int
     head_size: int
@@ -81,10 +82,4 @@ def load_encoder(folder: ModelFolder, precision: Precision, device: torch.device
 
 def load_causal(folder: ModelFolder, precision: Precision, device: torch.device) -> CausalModel:
     """The decoder of a folder with `is_causal`; `ModelFolderError` names what cannot be honoured."""
-    loader = NATIVE_CAUSAL.get(folder.model_type)
-    if loader is None:
-        raise ModelFolderError(
-            f"{folder.transformer_path / 'config.json'}: field 'model_type' is {folder.model_type!r}, a decoder that is "
-            f"not served yet; served are {', '.join(NATIVE_CAUSAL)}"
-        )
-    return loader(folder, precision, device)
+    return NATIVE_CAUSAL.get(folder.model_type, load_causal_fallback)(folder, precision, device)
