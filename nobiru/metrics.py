@@ -7,6 +7,7 @@ calls the method that says what happened.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -19,8 +20,30 @@ TOKENS_BUCKETS = (*(2.0**n for n in range(4, 16)), math.inf)
 SEQUENCES_BUCKETS = (*(2.0**n for n in range(11)), math.inf)
 
 
+class EngineCounts(Protocol):
+    """What an engine with a KV cache says of itself after a step; the last three count since the step before."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def kv_usage(self) -> float: ...
+
+    @property
+    def num_preemptions(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+
 class Metrics:
-    """One server's metrics. All methods are cheap: they are called once a request or once a step."""
+    """One server's metrics. All methods are cheap: they are called once a request, a step or a token."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -39,6 +62,19 @@ class Metrics:
         self._queued_requests = self._gauge("queued_requests", "Requests accepted and not yet answered by the engine")
         self._queued_tokens = self._gauge("queued_tokens", "Their tokens that have not been computed")
         self._estimated_wait_s = self._gauge("estimated_wait_seconds", "Queued tokens by measured tokens per second")
+        self._first_token_s = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to a first token"
+        )
+        self._inter_token_s = self._histogram("inter_token_seconds", "Between two arrivals of tokens of one text")
+        self._per_token_s = self._histogram("time_per_output_token_seconds", "Mean of a text, without its first token")
+        self._generated_tokens = self._counter("generated_tokens", "Tokens that texts got")
+        self._finished = self._counter("request_success", "Texts that ended, by why they did", "finish_reason")
+        self._preemptions = self._counter("preemptions", "Sequences that gave their KV blocks to others for a while")
+        self._cache_hits = self._counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache")
+        self._cache_queries = self._counter("prefix_cache_query_tokens", "Prompt tokens looked for in the prefix cache")
+        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of the KV blocks that sequences hold")
+        self._running = self._gauge("running_sequences", "Sequences that hold KV blocks")
+        self._waiting = self._gauge("waiting_sequences", "Sequences that wait for their first or next step")
         self._bound_requests: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
@@ -65,6 +101,33 @@ class Metrics:
         self._batch_tokens.observe(num_tokens)
         self._batch_sequences.observe(num_sequences)
         self._compute_s.observe(compute_s)
+
+    def observe_engine(self, state: EngineCounts) -> None:
+        """A rank with a KV cache, as it is after a step, and what it did since the step before."""
+        self._running.set(state.num_running)
+        self._waiting.set(state.num_waiting)
+        self._kv_usage.set(state.kv_usage)
+        self._preemptions.inc(state.num_preemptions)
+        self._cache_hits.inc(state.num_cached_tokens)
+        self._cache_queries.inc(state.num_prompt_tokens)
+
+    def observe_first_token(self, seconds: float) -> None:
+        """A text got its first token, this long after its request had come."""
+        self._first_token_s.observe(seconds)
+
+    def observe_inter_token(self, seconds: float) -> None:
+        """A text got a further token, or several at once, this long after the last one."""
+        self._inter_token_s.observe(seconds)
+
+    def count_generated_tokens(self, num_tokens: int) -> None:
+        """A text got tokens."""
+        self._generated_tokens.inc(num_tokens)
+
+    def observe_generation(self, *, finish_reason: str, seconds_per_token: float | None) -> None:
+        """A text ended; `seconds_per_token` is the mean behind the first token, None if there was no other."""
+        self._finished.labels(finish_reason=finish_reason).inc()
+        if seconds_per_token is not None:
+            self._per_token_s.observe(seconds_per_token)
 
     def rejected(self, reason: str) -> None:
         """A request was refused."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from nobiru.errors import InvalidRequestError, ModelFolderError
 from nobiru.folder.spec import ModelFolder
@@ -51,11 +52,12 @@ class GenerationFrontend:
         params: SamplingParams,
         *,
         request_id: str,
+        field: str = "prompt",
         add_special_tokens: bool = True,
         default_max_tokens: int | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> GenerationRequest:
-        """One request for a text or for token ids, which are taken as they are.
+        """One request for a text or for token ids, which are taken as they are. Errors call it `field`.
 
         `default_max_tokens` counts when `params.max_tokens` is None, as far as the model's limit allows; without it
         a text may grow up to the limit. `truncate_prompt_tokens` keeps the last k tokens, -1 as many as leave room for
@@ -64,11 +66,11 @@ class GenerationFrontend:
         self._check(params)
         limit = self._prompt_limit(params, default_max_tokens, truncate_prompt_tokens)
         if isinstance(prompt, str):
-            ids = self._tokenize(prompt, "prompt", add_special_tokens=add_special_tokens, keep=limit)
+            ids = self._tokenize(prompt, field, add_special_tokens=add_special_tokens, keep=limit)
         else:
-            ids = self._checked(prompt)
+            ids = self._checked(prompt, field)
             ids = ids if limit is None else ids[-limit:]
-        return self._request(ids, params, "prompt", request_id, default_max_tokens)
+        return self._request(ids, params, field, request_id, default_max_tokens)
 
     def prepare_chat(
         self,
@@ -169,11 +171,10 @@ class GenerationFrontend:
         ids = encoded.token_ids
         return ids if add_special_tokens else ids[len(tokenizer.prefix) : ids.size - len(tokenizer.suffix)]
 
-    def _checked(self, prompt: Sequence[int]) -> TokenIds:
-        """Ids as an array. A list far too long is refused for its length, not looked at."""
-        if not hasattr(prompt, "__len__"):
-            raise InvalidRequestError("prompt must be a text or a list of token ids", param="prompt")
-        return self.tokenizer.check_ids(prompt, "prompt")
+    def _checked(self, prompt: Sequence[int], field: str) -> TokenIds:
+        if not isinstance(prompt, list | tuple | np.ndarray):
+            raise InvalidRequestError(f"{field} must be a text or a list of token ids", param=field)
+        return self.tokenizer.check_ids(prompt, field)
 
     def _request(
         self, ids: TokenIds, params: SamplingParams, field: str, request_id: str, default_max_tokens: int | None

@@ -65,18 +65,19 @@ class TokenizerPool:
         self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
     ) -> GenerationRequest:
         """As `GenerationFrontend.prepare`."""
-        prepare = partial(self._generation.prepare, prompt, params, **options)
+        prepare = partial(self.generation.prepare, prompt, params, **options)
         return await self._run(_num_chars(prompt), prepare)
 
     async def prepare_chat(
         self, messages: Sequence[Message], params: SamplingParams, **options: Any
     ) -> GenerationRequest:
         """As `GenerationFrontend.prepare_chat`."""
-        prepare = partial(self._generation.prepare_chat, messages, params, **options)
+        prepare = partial(self.generation.prepare_chat, messages, params, **options)
         return await self._run(num_chat_chars(messages), prepare)
 
     @property
-    def _generation(self) -> GenerationFrontend:
+    def generation(self) -> GenerationFrontend:
+        """The frontend of a language model. Raises `InvalidRequestError` for a model that generates nothing."""
         if not isinstance(self.frontend, GenerationFrontend):
             raise InvalidRequestError(
                 f"the model {self.frontend.folder.name!r} makes embeddings and generates no text; use /v1/embeddings",

@@ -19,6 +19,7 @@ UNMEASURED_RETRY_AFTER_S = 5.0
 DRAIN_RETRY_AFTER_S = 5.0
 # A text has at least one token, and in most languages a token is about four characters.
 CHARACTERS_PER_TOKEN = 4
+MAX_ESTIMATED_OUTPUT = 256
 
 
 class Ticket:
@@ -84,6 +85,14 @@ class Admission:
         if not tokens_per_s:
             return UNMEASURED_RETRY_AFTER_S
         return min(max(float(math.ceil(num_excess_tokens / tokens_per_s)), MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+
+
+def estimate_generation(
+    *, num_characters: int, num_token_ids: int = 0, num_texts: int, max_tokens: int, max_model_len: int
+) -> int:
+    """A guess for one prompt and its texts. Few texts get as long as they may, so their part is bounded."""
+    num_prompt = min(estimate_tokens(1, num_characters) + num_token_ids, max_model_len)
+    return num_prompt + num_texts * min(max_tokens, MAX_ESTIMATED_OUTPUT, max_model_len)
 
 
 def estimate_tokens(num_texts: int, num_characters: int) -> int:

@@ -27,6 +27,7 @@ from nobiru.serving import openapi
 from nobiru.serving.admission import Admission
 from nobiru.serving.elastic import ElasticRoutes
 from nobiru.serving.gate import Endpoint, Gate
+from nobiru.serving.generation import GenerationRoutes
 from nobiru.serving.openai import OpenAIRoutes
 from nobiru.serving.probes import ProbeRoutes
 from nobiru.serving.protocols import Engine, Pool
@@ -72,12 +73,16 @@ class NobiruApp(FastAPI):
 
     def _add_routes(self, services: Services) -> dict[tuple[str, str], Endpoint]:
         """Register all routes; those without parameters in their path are returned for the gate."""
-        models, probes = OpenAIRoutes(services), ProbeRoutes(services)
+        models, probes, texts = OpenAIRoutes(services), ProbeRoutes(services), GenerationRoutes(services)
+        tokens = TokenizeRoutes(services)
         routes: list[tuple[str, str, Endpoint, str, dict[str, Any] | None]] = [
             ("POST", "/v1/embeddings", models.create_embeddings, "OpenAI", openapi.EMBEDDINGS),
+            ("POST", "/v1/completions", texts.create_completion, "OpenAI", openapi.COMPLETIONS),
+            ("POST", "/v1/chat/completions", texts.create_chat_completion, "OpenAI", openapi.CHAT),
             ("GET", "/v1/models", models.list_models, "OpenAI", None),
             ("GET", "/v1/models/{model_id:path}", models.get_model, "OpenAI", openapi.MODEL),
-            ("POST", "/tokenize", TokenizeRoutes(services).tokenize, "Tokenizer", openapi.TOKENIZE),
+            ("POST", "/tokenize", tokens.tokenize, "Tokenizer", openapi.TOKENIZE),
+            ("POST", "/detokenize", tokens.detokenize, "Tokenizer", openapi.DETOKENIZE),
             ("GET", "/health", probes.health, "Operation", None),
             ("GET", "/ready", probes.ready, "Operation", None),
             ("GET", "/version", probes.version, "Operation", None),

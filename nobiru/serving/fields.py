@@ -19,10 +19,11 @@ _MAX_SHOWN = 60
 class Fields:
     """Access to `body`, where null equals absent. Raises `InvalidRequestError` for a field that is not `known`."""
 
-    def __init__(self, body: Mapping[str, Any], known: Collection[str]) -> None:
+    def __init__(self, body: Mapping[str, Any], known: Collection[str], *, within: str = "") -> None:
+        """`within` names the object that `body` is the value of, if it is not the whole body."""
         self._values = {name: value for name, value in body.items() if value is not None}
         if unknown := [name for name in body if name not in known]:
-            raise _unknown(unknown, known)
+            raise _unknown(unknown, known, within)
 
     def get(self, name: str) -> Any:
         """The unchecked value, or None."""
@@ -56,6 +57,56 @@ class Fields:
             raise wrong(name, value, f"{other}an integer from {least} to {most}{hint}")
         return value
 
+    def any_integer(self, name: str) -> int | None:
+        """An integer whose bounds someone else knows."""
+        value = self._values.get(name)
+        if value is not None and type(value) is not int:
+            raise wrong(name, value, "an integer")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A number whose bounds someone else knows."""
+        value = self._values.get(name)
+        if value is not None and type(value) not in (int, float):
+            raise wrong(name, value, "a number")
+        return value
+
+    def integers(self, name: str, *, max_length: int) -> list[int] | None:
+        """A list of integers."""
+        return self._items(name, int, "a list of integers", max_length)
+
+    def strings(self, name: str, *, max_length: int) -> list[str] | None:
+        """A list of strings, or one string."""
+        if isinstance(self._values.get(name), str):
+            return [self._values[name]]
+        return self._items(name, str, "a string or a list of strings", max_length)
+
+    def objects(self, name: str, *, max_length: int) -> list[dict[str, Any]] | None:
+        """A list of objects."""
+        return self._items(name, dict, "a list of objects", max_length)
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        """An object with any fields."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise wrong(name, value, "an object")
+        return value
+
+    def _items(self, name: str, kind: type, must_be: str, max_length: int) -> list[Any] | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise wrong(name, value, must_be)
+        if len(value) > max_length:
+            raise InvalidRequestError(f"{name} has {len(value)} entries; at most {max_length} are possible", param=name)
+        for index, item in enumerate(value):
+            if type(item) is not kind:
+                raise InvalidRequestError(
+                    f"{name}[{index}] is {shown(item)}; {name} must be {must_be}", param=f"{name}[{index}]"
+                )
+        return value
+
 
 def wrong(name: str, value: object, must_be: str) -> InvalidRequestError:
     """The error for a field's value."""
@@ -72,7 +123,7 @@ def _listed(choices: Sequence[str]) -> str:
     return ", ".join(f'"{choice}"' for choice in choices)
 
 
-def _unknown(names: Sequence[str], known: Collection[str]) -> InvalidRequestError:
+def _unknown(names: Sequence[str], known: Collection[str], within: str) -> InvalidRequestError:
     parts = []
     for name in names[:8]:
         near = difflib.get_close_matches(name, known, n=1)
@@ -80,5 +131,7 @@ def _unknown(names: Sequence[str], known: Collection[str]) -> InvalidRequestErro
     if len(names) > len(parts):
         parts.append(f"and {len(names) - len(parts)} more")
     kind = "unknown field" if len(names) == 1 else "unknown fields"
-    message = f"{kind} {', '.join(parts)}; known are {', '.join(sorted(known))}"
-    return InvalidRequestError(message, param=names[0][:_MAX_SHOWN], code="unknown_field")
+    place = f" in {within}" if within else ""
+    message = f"{kind} {', '.join(parts)}{place}; known are {', '.join(sorted(known))}"
+    param = f"{within}.{names[0]}" if within else names[0]
+    return InvalidRequestError(message, param=param[:_MAX_SHOWN], code="unknown_field")

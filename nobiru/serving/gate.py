@@ -41,12 +41,14 @@ access_log = logging.getLogger("nobiru.access")
 class RequestContext:
     """What belongs to one HTTP request, found at `scope["nobiru"]`.
 
-    `request_id` is the client's own if it sent one; `unique_id` never comes from a client.
+    `request_id` is the client's own if it sent one; `unique_id` never comes from a client. `started_s` is when its head
+    had arrived (`time.perf_counter`).
     """
 
-    __slots__ = ("request_id", "ticket", "unique_id")
+    __slots__ = ("request_id", "started_s", "ticket", "unique_id")
 
-    def __init__(self, unique_id: str, request_id: str) -> None:
+    def __init__(self, unique_id: str, request_id: str, started_s: float) -> None:
+        self.started_s = started_s
         self.unique_id = unique_id
         self.request_id = request_id
         self.ticket: Ticket | None = None
@@ -84,7 +86,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_s = time.perf_counter()
-        context = self._new_context(scope)
+        context = self._new_context(scope, started_s)
         reply = _Reply(send, context.request_id, self._admission)
         try:
             await self._dispatch(scope, receive, reply)
@@ -123,11 +125,11 @@ class Gate:
         if reply.status is None:
             await error_response(error)(scope, receive, reply)
 
-    def _new_context(self, scope: Scope) -> RequestContext:
+    def _new_context(self, scope: Scope, started_s: float) -> RequestContext:
         unique_id = request_id = f"{self._id_prefix}-{next(self._counter)}"
         if (given := _header(scope, b"x-request-id")) is not None:
             request_id = _NOT_IN_REQUEST_ID.sub(b"", given)[:_MAX_REQUEST_ID_CHARS].decode("ascii") or unique_id
-        context = scope["nobiru"] = RequestContext(unique_id, request_id)
+        context = scope["nobiru"] = RequestContext(unique_id, request_id, started_s)
         return context
 
     def _authenticate(self, scope: Scope) -> None:

@@ -36,6 +36,7 @@ class OpenAIRoutes:
     async def create_embeddings(self, request: Request) -> Response:
         """Embed one text, several texts, or token ids."""
         services, context = self._services, context_of(request)
+        services.check_embeds()
         body = await read_object(
             request, max_bytes=services.config.max_body_bytes, timeout_s=services.config.body_timeout_s
         )
@@ -70,12 +71,14 @@ class OpenAIRoutes:
         return JsonResponse(self._card(self._services.check_model(request.path_params["model_id"])))
 
     def _card(self, name: str) -> dict[str, object]:
+        folder = self._services.folder
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "nobiru",
             "root": self._services.model_names[0],
-            "max_model_len": self._services.folder.max_model_len,
-            "embedding_dim": self._services.folder.embedding_dim,
+            "max_model_len": folder.max_model_len,
+            **({"embedding_dim": folder.embedding_dim} if folder.task == "embed" else {}),
+            "task": folder.task,
         }

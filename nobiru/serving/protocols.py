@@ -6,9 +6,12 @@ Owns no behaviour. The server is written against these, so that tests can put st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from nobiru.frontend.text_stream import TextStream
+from nobiru.frontend.token_texts import TokenTexts
+from nobiru.generation import GenerationDelta, GenerationRequest, SamplingParams
 from nobiru.request import EncodedPrompts, PoolingParams, PoolingRequest, Vectors
 
 EmbeddingInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -35,6 +38,10 @@ class Tokenizer(Protocol):
         """Ids as the vocabulary writes them."""
         ...
 
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
+        ...
+
 
 class Frontend(Protocol):
     """What the pool's threads work with."""
@@ -43,11 +50,50 @@ class Frontend(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
 
+class TextSource(Protocol):
+    """Makes texts of tokens."""
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        """What each token adds to a text."""
+        ...
+
+    def text_streams(self, request: GenerationRequest) -> list[TextStream]:
+        """For each child, what turns its tokens into text."""
+        ...
+
+
+class GenerationFrontend(Frontend, TextSource, Protocol):
+    """What the pool's threads work with when the model is a language model."""
+
+    @property
+    def render_chat(self) -> Callable[..., str]:
+        """Messages as the text the model is prompted with. Takes its time. Raises `InvalidRequestError`."""
+        ...
+
+
 class Pool(Protocol):
     """Turns texts into token ids, off the event loop."""
 
     @property
     def frontend(self) -> Frontend: ...
+
+    @property
+    def generation(self) -> GenerationFrontend:
+        """Raises `InvalidRequestError` when the model is not a language model."""
+        ...
+
+    async def prepare_generation(
+        self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
+    ) -> GenerationRequest:
+        """Validate and tokenize one prompt. Raises `InvalidRequestError`."""
+        ...
+
+    async def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Any
+    ) -> GenerationRequest:
+        """Validate, render and tokenize one chat. Raises `InvalidRequestError`."""
+        ...
 
     async def prepare(self, input: EmbeddingInput, params: PoolingParams) -> EncodedPrompts:
         """Validate and tokenize one request's inputs as one batch. Raises `InvalidRequestError`."""
@@ -66,6 +112,29 @@ class QueueView(Protocol):
 
     @property
     def tokens_per_s(self) -> float | None: ...
+
+
+class GenerationStream(Protocol):
+    """The deltas of one request's children, in the order of arrival, until each has had one with a `finish_reason`.
+
+    Iterating raises `NobiruError` when the request failed.
+    """
+
+    def __aiter__(self) -> AsyncIterator[GenerationDelta]: ...
+
+    async def __anext__(self) -> GenerationDelta: ...
+
+    def waiting(self) -> GenerationDelta | None:
+        """A delta that is here already, if any."""
+        ...
+
+    def stop(self, child: int) -> None:
+        """Nobody wants more of this child; no more deltas of it come."""
+        ...
+
+    def close(self) -> None:
+        """Abort what is left. May be called at any time, and again."""
+        ...
 
 
 class Engine(QueueView, Protocol):
@@ -106,6 +175,10 @@ class Engine(QueueView, Protocol):
 
     async def embed(self, request: PoolingRequest) -> Vectors:
         """[N, D] float32. Raises `NobiruError`. Cancelling the caller frees the work on the rank."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> GenerationStream:
+        """The tokens of a request as they come. Whoever asked closes the stream."""
         ...
 
     async def probe(self, timeout_s: float) -> bool:

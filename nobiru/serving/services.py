@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nobiru.config import SchedulingPolicy, ServerConfig
-from nobiru.errors import NotFoundError
+from nobiru.errors import InvalidRequestError, NotFoundError
 from nobiru.folder.spec import ModelFolder
 from nobiru.metrics import Metrics
 from nobiru.serving.admission import Admission
@@ -27,6 +27,25 @@ class Services:
     @property
     def model_names(self) -> tuple[str, ...]:
         return self.config.served_model_names or (self.folder.name,)
+
+    def check_embeds(self) -> None:
+        """Raises `InvalidRequestError` when the model makes no embeddings."""
+        if self.folder.task != "embed":
+            raise InvalidRequestError(
+                f"the model {self.model_names[0]!r} generates text and makes no embeddings; use /v1/completions or "
+                "/v1/chat/completions",
+                param="model",
+                code="model_does_not_embed",
+            )
+
+    def check_generates(self) -> None:
+        """Raises `InvalidRequestError` when the model generates no text."""
+        if self.folder.task != "generate":
+            raise InvalidRequestError(
+                f"the model {self.model_names[0]!r} makes embeddings and generates no text; use /v1/embeddings",
+                param="model",
+                code="model_does_not_generate",
+            )
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises `NotFoundError` for a name that is not served."""

@@ -10,7 +10,9 @@ from nobiru.engine.client import ZmqClient
 from nobiru.engine.limits import SERVER_TOKEN_BUDGET, scheduler_config
 from nobiru.env import rank_environment, tokenize_in_calling_thread
 from nobiru.folder.read import read_folder
+from nobiru.folder.spec import ModelFolder
 from nobiru.frontend.frontend import Frontend
+from nobiru.frontend.generation import GenerationFrontend
 from nobiru.frontend.pool import TokenizerPool
 from nobiru.metrics import Metrics
 from nobiru.serving.server import run
@@ -35,7 +37,13 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
         server,
         folder=folder,
         client=client,
-        load_pool=lambda: TokenizerPool(Frontend(folder, auto_truncate=server.auto_truncate)),
+        load_pool=lambda: TokenizerPool(_frontend(folder, server)),
         metrics=metrics,
         scheduling_policy=engine.scheduling_policy,
     )
+
+
+def _frontend(folder: ModelFolder, server: ServerConfig) -> Frontend | GenerationFrontend:
+    if folder.task == "generate":
+        return GenerationFrontend(folder)
+    return Frontend(folder, auto_truncate=server.auto_truncate)

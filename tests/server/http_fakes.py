@@ -62,6 +62,9 @@ class FakeTokenizer:
     def tokens(self, ids: list[int]) -> list[str]:
         return [text_of([token]) or f"[{token}]" for token in ids]
 
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return text_of(ids)
+
 
 class FakePool:
     frontend = SimpleNamespace(tokenizer=FakeTokenizer())
@@ -176,7 +179,7 @@ def fake_folder() -> ModelFolder:
 class ServerProcess:
     """The server as a child process; `options` are those of `ServerConfig`, `engine` those of `FakeEngine`.
 
-    Modules named in `without` are as if they were not installed.
+    Modules named in `without` are as if they were not installed. `script` is the program to run, this file by default.
     """
 
     def __init__(
@@ -185,6 +188,7 @@ class ServerProcess:
         engine: dict[str, Any] | None = None,
         policy: str = "priority",
         without: Sequence[str] = (),
+        script: str = __file__,
         **options: Any,
     ) -> None:
         given = {"config": {"port": 0, **options}, "engine": engine or {}, "policy": policy, "without": without}
@@ -192,7 +196,7 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
-            [sys.executable, __file__, arguments],
+            [sys.executable, script, arguments],
             stderr=self._log,
             cwd=root,
             env={**os.environ, "PYTHONPATH": str(root)},
