@@ -1,8 +1,8 @@
 """Small random models in the layouts that real folders have, for tests.
 
 Owns a table of recipes: an architecture of `transformers` with random weights, a tokenizer trained here on a few
-sentences, and the modules of Sentence Transformers behind it. Weights are scaled so that attention, every layer and
-every module change the result; a mistake in one of them shows. Knows nothing of nobiru.
+sentences, and, for embedding models, the modules of Sentence Transformers behind it. Weights are scaled so that
+attention, every layer and every module change the result; a mistake in one of them shows. Knows nothing of nobiru.
 
     python -m tests.small_models DEST [NAME ...]
 """
@@ -29,6 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 HIDDEN_SIZE = 64
 MAX_LENGTH = 96
+# Of language models.
+MAX_CONTEXT = 256
 
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog while the cat sleeps in the sun.",
@@ -110,7 +112,55 @@ def byte_bpe() -> PreTrainedTokenizerFast:
     return _wrap(tokenizer, tokens)
 
 
-# --- encoders -----------------------------------------------------------------------------------------------------
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ "<|im_start|>" + message["role"] + "\\n" + message["content"] + "<|im_end|>\\n" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ "<|im_start|>assistant\\n" }}
+{%- endif -%}"""
+
+
+def _decoder_bpe(tokens: dict[str, str], template: str | None, **options: Any) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with what decoders put around a text, which `template` says."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = list(dict.fromkeys(tokens.values()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=480,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    if template is not None:
+        ids = [(token, tokenizer.token_to_id(token)) for token in special if token in template]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, model_max_length=MAX_CONTEXT, **(tokens | options)
+    )
+    return wrapped
+
+
+def llama_bpe() -> PreTrainedTokenizerFast:
+    """As Llama has it: <s> in front, and no chat template."""
+    return _decoder_bpe({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}, "<s> $A")
+
+
+def chat_bpe() -> PreTrainedTokenizerFast:
+    """As Qwen has it: nothing around a text, and a chat template."""
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<|im_start|>"}
+    return _decoder_bpe(tokens, None, chat_template=CHAT_TEMPLATE)
+
+
+def embedding_bpe() -> PreTrainedTokenizerFast:
+    """As Qwen3-Embedding has it: the token whose state is the vector behind a text, padding in front."""
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return _decoder_bpe(tokens, "$A <|endoftext|>", padding_side="left")
+
+
+# --- architectures --------------------------------------------------------------------------------------------------
 
 
 def _randomize(model: torch.nn.Module) -> None:
@@ -142,18 +192,31 @@ def _config(class_name: str, tokenizer: PreTrainedTokenizerFast, **changes: Any)
 
 @dataclass(frozen=True)
 class Encoder:
-    """An architecture: config class, model class, tokenizer, and what differs from the common sizes."""
+    """An architecture: config class, model class, tokenizer, and what differs from the common sizes.
+
+    `generation` are fields of `generation_config.json`.
+    """
 
     config: str
     model: str
     tokenizer: Callable[[], PreTrainedTokenizerFast]
     changes: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         tokenizer = self.tokenizer()
         model = getattr(transformers, self.model)(_config(self.config, tokenizer, **self.changes))
         _randomize(model)
+        for name, value in self.generation.items():
+            setattr(model.generation_config, name, value)
         return model.eval(), tokenizer
+
+
+def _decoder(family: str, changes: dict[str, Any] | None = None, **options: Any) -> Encoder:
+    """A decoder with its language model's head, grouped heads, and a longer context than the encoders have."""
+    common = {"max_position_embeddings": MAX_CONTEXT, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    names = {"config": f"{family}Config", "model": f"{family}ForCausalLM", "tokenizer": llama_bpe}
+    return Encoder(**(names | options), changes=common | (changes or {}))
 
 
 BERT = Encoder("BertConfig", "BertModel", wordpiece)
@@ -188,6 +251,76 @@ DEBERTA = Encoder(
         "type_vocab_size": 0,
     },
 )
+
+
+def _rope(rope_type: str, max_position_embeddings: int = MAX_CONTEXT, **numbers: Any) -> Encoder:
+    rope = {"rope_type": rope_type, "rope_theta": 500.0, **numbers}
+    return _decoder("Llama", {"rope_parameters": rope, "max_position_embeddings": max_position_embeddings})
+
+
+LLAMA = _decoder("Llama", {"tie_word_embeddings": True})
+LLAMA_BIASES = _decoder("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_key_value_heads": 4})
+LLAMA3_NUMBERS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN_MSCALE = {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False, "beta_fast": 16.0}
+LONGROPE_NUMBERS = {"short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [4.0 + i for i in range(8)]}
+ROPES: dict[str, Encoder] = {
+    "llama3": _rope("llama3", original_max_position_embeddings=64, **LLAMA3_NUMBERS),
+    "linear": _rope("linear", MAX_CONTEXT // 2, factor=2.0),
+    "yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    "yarn-mscale": _rope("yarn", original_max_position_embeddings=64, **YARN_MSCALE),
+    "yarn-factor": _rope("yarn", MAX_CONTEXT // 4, factor=4.0, attention_factor=1.5),
+    "dynamic": _rope("dynamic", factor=4.0),
+    "longrope": _rope("longrope", original_max_position_embeddings=64, **LONGROPE_NUMBERS),
+}
+# Windows that matter for short texts, in all layers or in some.
+MISTRAL = _decoder("Mistral", {"sliding_window": 20})
+QWEN2 = _decoder(
+    "Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}, tokenizer=chat_bpe
+)
+QWEN3 = _decoder(
+    "Qwen3",
+    {"head_dim": 24, "tie_word_embeddings": True},
+    tokenizer=chat_bpe,
+    generation={"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [0, 1]},
+)
+QWEN3_BIAS = _decoder("Qwen3", {"head_dim": 24, "attention_bias": True, "num_key_value_heads": 1})
+QWEN3_EMBEDDING = _decoder("Qwen3", {"head_dim": 24}, model="Qwen3Model", tokenizer=embedding_bpe)
+MIXTRAL = _decoder("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None})
+GEMMA = _decoder("Gemma", {"head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True})
+# Every other layer has a window; scores and logits are capped.
+GEMMA2 = _decoder(
+    "Gemma2",
+    {
+        "head_dim": 24,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
+)
+GEMMA3 = _decoder(
+    "Gemma3",
+    {"head_dim": 24, "sliding_window": 20, "sliding_window_pattern": 2, "tie_word_embeddings": True},
+    config="Gemma3TextConfig",
+)
+GEMMA_EMBEDDING = _decoder("Gemma", {"head_dim": 24}, model="GemmaModel", tokenizer=embedding_bpe)
+PHI3 = _decoder("Phi3", {"pad_token_id": 1, "sliding_window": 20})
+GRANITE = _decoder("Granite", {"logits_scaling": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7})
+GPT2 = Encoder(
+    "GPT2Config",
+    "GPT2LMHeadModel",
+    llama_bpe,
+    {
+        "n_embd": HIDDEN_SIZE,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": MAX_CONTEXT,
+        "max_position_embeddings": MAX_CONTEXT,
+    },
+)
+OPT = _decoder("OPT", {"ffn_dim": 112, "word_embed_proj_dim": HIDDEN_SIZE, "do_layer_norm_before": True})
+GPT_NEOX = _decoder("GPTNeoX", {"rotary_pct": 0.5})
 
 
 # --- recipes ------------------------------------------------------------------------------------------------------
@@ -228,6 +361,10 @@ def _layer_norm() -> list[torch.nn.Module]:
     return [_pooling("mean"), _random(LayerNorm(HIDDEN_SIZE)), Normalize()]
 
 
+def _last_token() -> list[torch.nn.Module]:
+    return [_pooling("lasttoken"), Normalize()]
+
+
 def _pool_only(*modes: str, **options: Any) -> Modules:
     return lambda: [_pooling(*modes, **options)]
 
@@ -258,6 +395,20 @@ def _shard(folder: Path) -> None:
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _to_transformers_4(folder: Path) -> None:
+    """A decoder's folder as transformers 4 wrote it: `rope_scaling` beside `rope_theta`, and buffers of frequencies."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = {"type" if name == "rope_type" else name: value for name, value in rope.items()}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _to_bin(folder: Path) -> None:
@@ -315,7 +466,7 @@ PROMPTS = {
     "default_prompt_name": "document",
 }
 
-RECIPES: dict[str, Recipe] = {
+EMBEDDERS: dict[str, Recipe] = {
     "bert-mean-normalize": Recipe(),
     **{f"bert-{mode.replace('_', '-')}": Recipe(modules=_pool_only(mode)) for mode in POOLING_MODES},
     "bert-cls-max-mean": Recipe(modules=_pool_only("cls", "max", "mean")),
@@ -347,7 +498,36 @@ RECIPES: dict[str, Recipe] = {
     "deberta-v2": Recipe(encoder=DEBERTA),
 }
 
-NAMES: tuple[str, ...] = tuple(RECIPES)
+LANGUAGE_MODELS: dict[str, Recipe] = {
+    "llama": Recipe(encoder=LLAMA, plain=True),
+    "llama-biases": Recipe(encoder=LLAMA_BIASES, plain=True),
+    **{f"llama-{name}": Recipe(encoder=encoder, plain=True) for name, encoder in ROPES.items()},
+    "llama-sharded": Recipe(encoder=LLAMA_BIASES, plain=True, finish=_shard),
+    "llama-transformers-4": Recipe(encoder=ROPES["yarn"], plain=True, finish=_to_transformers_4),
+    "mistral": Recipe(encoder=MISTRAL, plain=True),
+    "qwen2": Recipe(encoder=QWEN2, plain=True),
+    "qwen3": Recipe(encoder=QWEN3, plain=True),
+    "qwen3-bias": Recipe(encoder=QWEN3_BIAS, plain=True),
+    "mixtral": Recipe(encoder=MIXTRAL, plain=True),
+    "gemma": Recipe(encoder=GEMMA, plain=True),
+    "gemma2": Recipe(encoder=GEMMA2, plain=True),
+    "gemma3": Recipe(encoder=GEMMA3, plain=True),
+    "phi3": Recipe(encoder=PHI3, plain=True),
+    "granite": Recipe(encoder=GRANITE, plain=True),
+    "gpt2": Recipe(encoder=GPT2, plain=True),
+    "gpt-neox": Recipe(encoder=GPT_NEOX, plain=True),
+    "opt": Recipe(encoder=OPT, plain=True),
+}
+
+INSTRUCTION = {"prompts": {"query": "Instruct: find what answers it\nQuery:", "document": ""}}
+
+CAUSAL_EMBEDDERS: dict[str, Recipe] = {
+    "qwen3-embedding": Recipe(encoder=QWEN3_EMBEDDING, modules=_last_token, options=INSTRUCTION),
+    "gemma-embedding": Recipe(encoder=GEMMA_EMBEDDING, modules=_last_token),
+}
+
+RECIPES = EMBEDDERS | LANGUAGE_MODELS | CAUSAL_EMBEDDERS
+NAMES: tuple[str, ...] = tuple(EMBEDDERS)
 
 
 @contextmanager
@@ -383,13 +563,13 @@ def make(name: str, dest: Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.small_models", description=__doc__.split("\n")[0])
     parser.add_argument("dest", type=Path, help="folder to write the models into")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)} (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(RECIPES)} (default: all)")
     options = parser.parse_args(arguments)
-    if unknown := sorted(set(options.names) - set(NAMES)):
-        parser.error(f"unknown model {', '.join(unknown)}; choose from {', '.join(NAMES)}")
+    if unknown := sorted(set(options.names) - set(RECIPES)):
+        parser.error(f"unknown model {', '.join(unknown)}; choose from {', '.join(RECIPES)}")
     options.dest.mkdir(parents=True, exist_ok=True)
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    for name in options.names or NAMES:
+    for name in options.names or RECIPES:
         print(make(name, options.dest))
 
 

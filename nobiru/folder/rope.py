@@ -56,6 +56,8 @@ def read_rope(config: Mapping[str, Any], file: Path, *, max_position_embeddings:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ModelFolderError(f"{file}: field {key!r} is {value!r}; a positive number is expected")
     original = config.get("original_max_position_embeddings", numbers.get("original_max_position_embeddings"))
+    if kind in _SELF_SCALED and "factor" not in numbers and original and max_position_embeddings:
+        numbers["factor"] = max_position_embeddings / original
     return RopeSpec(
         kind={"su": "longrope"}.get(kind, kind),
         theta=float(theta),
@@ -65,6 +67,8 @@ def read_rope(config: Mapping[str, Any], file: Path, *, max_position_embeddings:
     )
 
 
+# Kinds whose factor may follow from the two numbers of positions.
+_SELF_SCALED = frozenset({"longrope", "su", "yarn"})
 # fmt: off
 _NUMBERS = frozenset({
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale",

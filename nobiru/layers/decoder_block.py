@@ -53,7 +53,7 @@ class DecoderBlock:
     def _attend(
         self, x_TC: Tensor, turns_T1P: Tensor, layout: PagedLayout, cache: LayerCache, scratch: Scratch | None
     ) -> Tensor:
-        wide, narrow = (scratch.wide, scratch.narrow) if scratch else (None, None)
+        wide, attended, narrow = (scratch.wide, scratch.attended, scratch.narrow) if scratch else (None, None, None)
         qkv_THD = self.qkv(x_TC, wide).view(x_TC.shape[0], -1, self.head_size)
         qk_THD, v_TKD = qkv_THD.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
         if self.qk_norm is not None:
@@ -61,7 +61,7 @@ class DecoderBlock:
         turn(qk_THD, turns_T1P)
         q_THD, k_TKD = qk_THD.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
         attended_THD = paged_attention(
-            q_THD, k_TKD, v_TKD, cache, layout, scale=self.head_size**-0.5, window=self.window
+            q_THD, k_TKD, v_TKD, cache, layout, scale=self.head_size**-0.5, window=self.window, buffer=attended
         )
         return self.attention_out(attended_THD.flatten(1), narrow)
 

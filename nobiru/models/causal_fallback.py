@@ -169,11 +169,12 @@ class _AttentionInterface:
             self.shapes.append((key.shape, value.shape))
             self.windows.add(sliding_window)
             return torch.zeros_like(query).transpose(1, 2), None
+        cache = next(self._caches)
         out_THD = paged_attention(
             query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            next(self._caches),
+            key[0].transpose(0, 1).to(cache.keys_NSKD.dtype),
+            value[0].transpose(0, 1).to(cache.keys_NSKD.dtype),
+            cache,
             self._layout,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=sliding_window,
