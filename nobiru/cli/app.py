@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from nobiru import __version__
+from nobiru.cli.bench import app as bench_app
 from nobiru.cli.embed import embed
 from nobiru.cli.serve import serve
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command(epilog=EPILOG)(serve)
 app.command(epilog=EPILOG)(embed)
+app.add_typer(bench_app, name="bench")
 
 
 def _print_version(value: bool) -> None:
@@ -40,4 +42,6 @@ def nobiru(
     [bold]nobiru serve MODEL_FOLDER[/bold]  starts a server that OpenAI clients can talk to.
 
     [bold]nobiru embed texts.jsonl -o vectors.jsonl[/bold]  embeds a file.
+
+    [bold]nobiru bench serve[/bold]  measures a running server.
     """
