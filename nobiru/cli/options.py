@@ -18,7 +18,7 @@ from nobiru import env
 from nobiru.cli.rows import FORMATS
 from nobiru.config import EngineConfig, ServerConfig
 
-MODEL, BATCHING, HTTP, LIMITS, LOGS = "Model", "Batching", "HTTP", "Limits", "Logs"
+MODEL, BATCHING, CACHE, HTTP, LIMITS, LOGS = "Model", "Batching", "KV cache", "HTTP", "Limits", "Logs"
 DEFAULT_BATCH_ROWS = 512
 INPUT, OUTPUT, VECTORS = "Input", "Output", "Vectors"
 
@@ -60,6 +60,11 @@ ENGINE_OPTIONS = _same_name(
     "max_model_len",
     "scheduling_policy",
     "num_threads",
+    "kv_cache_memory_bytes",
+    "kv_cache_memory_share",
+    "block_size",
+    "enable_prefix_caching",
+    "async_scheduling",
 )
 SERVER_OPTIONS = (
     *_same_name(ServerConfig, "host", "port", "max_body_bytes", "auto_truncate", "max_queued_tokens"),
@@ -152,7 +157,12 @@ NumThreads = Annotated[
     int | None, _option(MODEL, "Threads of the arithmetic on a CPU.", "one per core, within container limits")
 ]
 MaxNumBatchedTokens = Annotated[
-    int | None, _option(BATCHING, "Most tokens in one batch.", "1024 on a CPU, 16384 on CUDA")
+    int | None,
+    _option(
+        BATCHING,
+        "Most tokens in one batch.",
+        "1024 on a CPU, 16384 on CUDA; language models: 512 and 8192",
+    ),
 ]
 MaxNumSeqs = Annotated[int | None, _option(BATCHING, "Most texts in one batch.", _engine("max_num_seqs"))]
 
@@ -162,6 +172,32 @@ SchedulingPolicy = Annotated[
     str | None,
     _option(
         BATCHING, "priority (lower values first, then by arrival) or fcfs (by arrival).", _engine("scheduling_policy")
+    ),
+]
+KvCacheMemoryBytes = Annotated[
+    int | None, _option(CACHE, "Memory for keys and values of a language model.", "a share of what is free")
+]
+KvCacheMemoryShare = Annotated[
+    float | None,
+    _option(CACHE, "That share, of the memory free once the weights are loaded.", "0.3 on a CPU, 0.85 on CUDA"),
+]
+BlockSize = Annotated[int | None, _option(CACHE, "Tokens in a block of the cache.", _engine("block_size"))]
+EnablePrefixCaching = Annotated[
+    bool | None,
+    _option(
+        CACHE,
+        "Keep what prompts have in common, and compute it once.",
+        "enable-prefix-caching",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+    ),
+]
+AsyncScheduling = Annotated[
+    bool | None,
+    _option(
+        BATCHING,
+        "Plan a batch while the one before runs.",
+        "on CUDA only",
+        "--async-scheduling/--no-async-scheduling",
     ),
 ]
 ServedModelName = Annotated[

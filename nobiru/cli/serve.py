@@ -29,6 +29,11 @@ def serve(
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_num_seqs: options.MaxNumSeqs = None,
     scheduling_policy: options.SchedulingPolicy = None,
+    async_scheduling: options.AsyncScheduling = None,
+    kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
+    kv_cache_memory_share: options.KvCacheMemoryShare = None,
+    block_size: options.BlockSize = None,
+    enable_prefix_caching: options.EnablePrefixCaching = None,
     served_model_name: options.ServedModelName = None,
     host: options.Host = None,
     port: options.Port = None,
@@ -42,7 +47,7 @@ def serve(
     log_format: options.LogFormat = None,
     log_level: options.LogLevel = None,
 ) -> None:
-    """Serve an embedding model over HTTP, in the way OpenAI clients expect.
+    """Serve an embedding model or a language model over HTTP, in the way OpenAI clients expect.
 
     [bold]nobiru serve ./my-model[/bold]  a folder that Sentence Transformers wrote, on port 8000
 
