@@ -199,7 +199,7 @@ class ServerProcess:
             [sys.executable, script, arguments],
             stderr=self._log,
             cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])},
         )
         self.port = 0
 
