@@ -137,7 +137,7 @@ class _AttentionInterface:
     def __init__(self) -> None:
         self._layout: PagedLayout | None = None
         self._caches: Iterator[LayerCache] = iter(())
-        self.shapes: list[tuple[torch.Size, torch.Size]] = []
+        self.shapes: list[torch.Size] = []
         self.windows: set[int | None] = set()
 
     @contextmanager
@@ -165,8 +165,10 @@ class _AttentionInterface:
         for name in ("position_bias", "s_aux"):
             if options.get(name) is not None:
                 raise ValueError(f"attention with {name} cannot run over the KV cache")
+        if key.shape != value.shape:
+            raise ValueError("the cache takes no keys and values of different shapes")
         if self._layout is None:
-            self.shapes.append((key.shape, value.shape))
+            self.shapes.append(key.shape)
             self.windows.add(sliding_window)
             return torch.zeros_like(query).transpose(1, 2), None
         cache = next(self._caches)
@@ -230,9 +232,9 @@ class _Trial:
             raise self._refusal(f"with attention replaced, it fails with {brief(error)}") from error
         if not interface.shapes:
             raise self._refusal("it has attention of its own")
-        (_, num_kv_heads, _, head_size), _ = interface.shapes[0]
-        if any(shape != interface.shapes[0][0] for pair in interface.shapes for shape in pair):
-            raise self._refusal("its layers, or its keys and values, have different shapes")
+        _, num_kv_heads, _, head_size = interface.shapes[0]
+        if len(set(interface.shapes)) > 1:
+            raise self._refusal("its layers have keys of different shapes")
         self._refuse_hidden_window(interface.windows)
         shape = _CacheShape(
             num_layers=len(interface.shapes), num_kv_heads=num_kv_heads, head_size=head_size, dtype=self._dtype

@@ -34,7 +34,7 @@ _HEAD = "lm_head.weight"
 _NEEDED_NUMBERS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor",),
+    "longrope": ("short_factor", "factor"),
     "yarn": ("factor",),
 }
 
@@ -135,7 +135,7 @@ def read_decoder(
         vocab_size=fields.size("vocab_size"),
         activation=fields.activation("hidden_act", "silu"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_read_rope(folder, fields),
+        rope=_read_rope(folder, fields, head_size),
         # A window that no text outgrows need not be looked at.
         windows=tuple(None if window is None or window >= folder.max_model_len else window for window in windows),
         is_tied=fields.flag("tie_word_embeddings", False),
@@ -146,7 +146,7 @@ def read_decoder(
     )
 
 
-def _read_rope(folder: ModelFolder, fields: ConfigFields) -> RopeSpec:
+def _read_rope(folder: ModelFolder, fields: ConfigFields, head_size: int) -> RopeSpec:
     positions = folder.config.get("max_position_embeddings")
     rope = read_rope(folder.config, fields.file, max_position_embeddings=positions)
     name = "rope_parameters" if folder.config.get("rope_parameters") else "rope_scaling"
@@ -157,7 +157,15 @@ def _read_rope(folder: ModelFolder, fields: ConfigFields) -> RopeSpec:
     needed = _NEEDED_NUMBERS.get(rope.kind, ())
     if missing := [number for number in needed if number not in rope.numbers]:
         fields.refuse(name, f"the kind {rope.kind!r} needs {' and '.join(missing)}")
+    if rope.kind == "longrope":
+        stretch = rope.numbers["short_factor"]
+        if not isinstance(stretch, list) or len(stretch) != head_size // 2 or not all(_is_positive(x) for x in stretch):
+            fields.refuse(name, f"'short_factor' must be a list of {head_size // 2} numbers above 0")
     return rope
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def load_decoder(folder: ModelFolder, config: DecoderConfig, precision: Precision, device: torch.device) -> Decoder:

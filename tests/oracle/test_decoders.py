@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 from nobiru.folder.read import read_folder
@@ -23,7 +25,7 @@ from nobiru.models.weights import FLOAT32, Precision
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
 from tests.real_models import stories260k
-from tests.small_models import CAUSAL_EMBEDDERS, LANGUAGE_MODELS, make
+from tests.small_models import CAUSAL_EMBEDDERS, LANGUAGE_MODELS, SENTENCES, make
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -171,3 +173,18 @@ def test_the_story_that_the_trained_model_tells() -> None:
         ids = torch.tensor(prompt + tokens)
         found = Steps(load_causal(folder, FLOAT32, CPU), folder, [ids]).run(len(prompt), 1)[0]
         assert found.argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens, name
+
+
+@pytest.mark.parametrize("name", CAUSAL_EMBEDDERS)
+@pytest.mark.parametrize("prompt_name", ["query", "document"])
+def test_vectors_of_the_last_token(case: Callable[[str], Case], name: str, prompt_name: str) -> None:
+    """Token ids are those of the tokenizer, prompt in front; the state of the last one is the vector."""
+    folder = case(name).folder
+    reference = SentenceTransformer(str(folder.path), device="cpu")
+    texts = [folder.prompts[prompt_name] + text for text in SENTENCES[:4]]
+    ids = [torch.tensor(reference.tokenizer(text)["input_ids"])[: folder.max_model_len] for text in texts]
+    states = Steps(case(name).load(), folder, ids).run(17, 17)
+    vectors_BC = F.normalize(torch.stack([hidden_LC[-1] for hidden_LC in states]), dim=-1)
+    expected_BC = torch.from_numpy(reference.encode(list(SENTENCES[:4]), prompt_name=prompt_name))
+    assert (folder.task, folder.pooling.modes) == ("embed", ("lasttoken",))
+    assert float((vectors_BC - expected_BC).abs().max()) <= 1e-5
