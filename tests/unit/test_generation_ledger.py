@@ -1,0 +1,211 @@
+"""The ledger of generation requests: whatever ranks and clients do, every token is delivered once and in order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nobiru.engine.generation_ledger import GenerationEntry, GenerationLedger
+from nobiru.engine.ledger import DEATHS_UNTIL_FAILED
+from nobiru.engine.messages import Failure, Generate, Generated
+from nobiru.errors import InferenceError, InvalidRequestError, RequestKilledRankError
+from nobiru.generation import GenerationRequest, SampledToken, SamplingParams
+
+STOP = 9
+
+
+def request(number: int, *, n: int = 1, max_tokens: int = 5, prompt_tokens: int = 3) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=str(number),
+        prompt_token_ids=np.full(prompt_tokens, number, dtype=np.int32),
+        params=SamplingParams(n=n, seed=1),
+        max_tokens=max_tokens,
+        stop_token_ids=(STOP,),
+    )
+
+
+def text_of(number: int, child: int, max_tokens: int) -> list[int]:
+    """What the pretended model writes for a child; some end early."""
+    tokens = [(number * 31 + child * 7 + index * index) % 11 for index in range(max_tokens)]
+    return tokens[: tokens.index(STOP) + 1] if STOP in tokens else tokens
+
+
+@dataclass
+class Rank:
+    """Generates what it was sent, a token at a time."""
+
+    rank_id: str
+    work: dict[int, tuple[Generate, list[int]]] = field(default_factory=dict)
+
+    def take(self, message: Generate) -> None:
+        outputs = np.frombuffer(message.outputs, dtype="<i4").tolist()
+        self.work[message.seq_id] = (message, outputs)
+
+    def step(self, chosen: list[int]) -> list[Generated]:
+        results = []
+        for seq_id in chosen:
+            message, outputs = self.work[seq_id]
+            number = int(np.frombuffer(message.prompt, dtype="<i4")[0])
+            text = text_of(number, message.child, message.max_tokens)
+            outputs.append(text[len(outputs)])
+            reason = None
+            if len(outputs) == len(text):
+                reason = "stop" if text[-1] == STOP else "length"
+                del self.work[seq_id]
+            results.append(
+                Generated(
+                    seq_id=seq_id,
+                    first_index=len(outputs) - 1,
+                    tokens=[SampledToken(outputs[-1])],
+                    finish_reason=reason,  # type: ignore[arg-type]
+                )
+            )
+        return results
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 6))
+def test_whatever_happens_every_token_comes_once_and_in_order(chance: random.Random, num_requests: int) -> None:
+    ledger = GenerationLedger(itertools.count())
+    entries: dict[GenerationEntry, int] = {}
+    received: dict[tuple[int, int], list[int]] = {}
+    finished: set[tuple[int, int]] = set()
+    ended: set[int] = set()
+    late: list[Generated] = []
+    ids = itertools.count()
+    rank = Rank(f"r{next(ids)}")
+    requests = [
+        request(number, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 6)) for number in range(num_requests)
+    ]
+
+    def deliver(results: list[Generated]) -> None:
+        for entry, delta in ledger.apply(results):
+            place = (entries[entry], delta.child)
+            assert place not in finished and place[0] not in ended
+            text = received.setdefault(place, [])
+            assert delta.first_index == len(text)
+            text += [token.token_id for token in delta.tokens]
+            if delta.finish_reason is not None:
+                finished.add(place)
+                assert (delta.stop_token_id == STOP) == (delta.finish_reason == "stop")
+
+    def abort(aborts: dict[str, list[int]]) -> None:
+        for seq_id in aborts.get(rank.rank_id, ()):
+            rank.work.pop(seq_id, None)
+
+    waiting = list(range(num_requests))
+    for _ in range(400):
+        event = chance.random()
+        open_entries = [entry for entry, number in entries.items() if number not in ended and not entry.has_ended]
+        if waiting and event < 0.2:
+            number = waiting.pop(0)
+            entries[ledger.open(requests[number], 0.0)] = number
+        elif event < 0.25:
+            executing = [seq_id for seq_id in rank.work if chance.random() < 0.2]
+            late += rank.step(list(rank.work))  # was on its way when the rank died
+            for entry in ledger.rank_lost(rank.rank_id, executing):
+                assert isinstance(entry.error, RequestKilledRankError)
+                ended.add(entries[entry])
+            rank = Rank(f"r{next(ids)}")
+        elif event < 0.28 and open_entries:
+            entry = chance.choice(open_entries)
+            abort(ledger.cancel(entry))
+            ended.add(entries[entry])
+        elif event < 0.31 and open_entries:
+            entry = chance.choice(open_entries)
+            child = chance.randrange(entry.request.params.n)
+            abort(ledger.stop(entry, child))
+            finished.add((entries[entry], child))
+        elif event < 0.35:
+            deliver(late)
+            late.clear()
+        else:
+            deliver(rank.step([seq_id for seq_id in rank.work if chance.random() < 0.7]))
+        for child_ in ledger.unsent():
+            ledger.sent(child_, rank.rank_id)
+            rank.take(child_.message(1.0))
+    while ledger.entries or waiting:
+        if waiting:
+            number = waiting.pop(0)
+            entries[ledger.open(requests[number], 0.0)] = number
+        for child_ in ledger.unsent():
+            ledger.sent(child_, rank.rank_id)
+            rank.take(child_.message(1.0))
+        deliver(rank.step(list(rank.work)))
+    deliver(late)
+    assert ledger.num_tokens == 0
+    assert not rank.work, "what nobody waits for was aborted"
+    for (number, child), text in received.items():
+        whole = text_of(number, child, requests[number].max_tokens)
+        assert text == whole[: len(text)]
+    for entry, number in entries.items():
+        assert entry.has_ended or number in ended
+        if number not in ended:
+            assert all((number, child) in finished for child in range(requests[number].params.n))
+
+
+def sent(ledger: GenerationLedger, rank_id: str = "r0") -> list[Generate]:
+    messages = []
+    for child in ledger.unsent():
+        ledger.sent(child, rank_id)
+        messages.append(child.message(5.0))
+    return messages
+
+
+def token(message: Generate, index: int, token_id: int = 1) -> Generated:
+    return Generated(seq_id=message.seq_id, first_index=index, tokens=[SampledToken(token_id)])
+
+
+def test_the_other_children_follow_the_first_token_so_that_they_share_the_prompt() -> None:
+    ledger = GenerationLedger(itertools.count())
+    ledger.open(request(1, n=3), 0.0)
+    (first,) = sent(ledger)
+    assert first.child == 0
+    assert ledger.num_tokens == 9
+    ledger.apply([token(first, 0)])
+    assert [message.child for message in sent(ledger)] == [1, 2]
+    assert ledger.num_tokens == 6
+
+
+def test_what_runs_again_takes_its_tokens_along_and_keeps_its_turn() -> None:
+    ledger = GenerationLedger(itertools.count())
+    ledger.open(request(1), 2.0)
+    (first,) = sent(ledger)
+    ledger.apply([token(first, 0, 4), token(first, 1, 5)])
+    assert ledger.rank_lost("r0", []) == []
+    (again,) = sent(ledger, "r1")
+    assert again.seq_id != first.seq_id
+    assert again.arrival == first.arrival
+    assert again.age_s == 3.0
+    assert np.frombuffer(again.outputs, dtype="<i4").tolist() == [4, 5]
+    assert ledger.apply([token(first, 2)]) == [], "the attempt before is over"
+
+
+def test_a_request_that_keeps_killing_ranks_runs_alone_and_then_fails() -> None:
+    ledger = GenerationLedger(itertools.count())
+    entry = ledger.open(request(1), 0.0)
+    for death in range(DEATHS_UNTIL_FAILED):
+        (message,) = sent(ledger, f"r{death}")
+        assert message.alone == (death == DEATHS_UNTIL_FAILED - 1)
+        ended = ledger.rank_lost(f"r{death}", [message.seq_id])
+        assert ended == ([entry] if message.alone else [])
+    assert isinstance(entry.error, RequestKilledRankError)
+    assert not ledger.entries
+    assert ledger.num_tokens == 0
+
+
+def test_a_failure_ends_the_request_with_the_right_blame() -> None:
+    for is_invalid, kind in ((True, InvalidRequestError), (False, InferenceError)):
+        ledger = GenerationLedger(itertools.count())
+        entry = ledger.open(request(1, n=2), 0.0)
+        (message,) = sent(ledger)
+        failure = Failure(index=0, message="no", code="x", is_invalid=is_invalid)
+        assert ledger.fail(message.seq_id, failure) is entry
+        assert type(entry.error) is kind
+        assert ledger.cancel(entry) == {}
+        assert ledger.num_tokens == 0
