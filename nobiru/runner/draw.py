@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# So many best tokens are found without sorting the vocabulary; most nuclei are smaller.
+# So many best tokens are found without sorting the vocabulary. Most nuclei are smaller; others take more attempts.
 NUM_BEST = 1024
 # Rows are taken in groups of at most so many scores: there are several 8-byte values of each at a time.
 _MAX_SCORES = 2**24
@@ -63,10 +63,15 @@ def draw(scores_BV: Tensor, options: DrawOptions, *, num_best: int = NUM_BEST) -
         chosen = options.of(rows_b)
         ids_b, _ = _draw_from_best(_rows(scores_BV, rows_b), chosen, int(chosen.top_k.max()))
         ids_B[_on(rows_b, ids_B)] = ids_b
-    for rows_b in _groups(is_nucleus, vocab_size):
-        ids_b, holds_all_b = _draw_from_best(_rows(scores_BV, rows_b), options.of(rows_b), min(num_best, vocab_size))
-        ids_B[_on(rows_b, ids_B)] = ids_b
-        is_wide[rows_b] |= ~holds_all_b.cpu().numpy()
+    k = num_best
+    while is_nucleus.any():
+        k = min(k, vocab_size)
+        for rows_b in _groups(is_nucleus, vocab_size):
+            ids_b, holds_all_b = _draw_from_best(_rows(scores_BV, rows_b), options.of(rows_b), k)
+            ids_B[_on(rows_b, ids_B)] = ids_b
+            # With the whole vocabulary nothing is missing, also where scores are not finite.
+            is_nucleus[rows_b] = ~holds_all_b.cpu().numpy() & (k < vocab_size)
+        k *= 16
     for rows_b in _groups(is_wide, vocab_size):
         ids_b, _ = _draw_from_best(_rows(scores_BV, rows_b), options.of(rows_b), vocab_size)
         ids_B[_on(rows_b, ids_B)] = ids_b

@@ -279,6 +279,20 @@ def test_output_that_does_not_conform_is_an_error_each_time(byte_level: ModelFol
     assert step(sampler, source, [], logits_V) >= 0
 
 
+def test_an_error_leaves_no_trace(byte_level: ModelFolder) -> None:
+    sampler = make_sampler(byte_level)
+    source = GenerationInput(params=SamplingParams(temperature=0.0, json_schema='{"const": 123}'))
+    tokenizer = Tokenizer.from_file(str(byte_level.path / "tokenizer.json"))
+    one, two, three = (tokenizer.token_to_id(each) for each in "123")
+    logits_V = torch.zeros(byte_level.vocab_size)
+    logits_V[[one, two, three]] = 9.0
+    assert step(sampler, source, [one], logits_V) == two
+    with pytest.raises(InferenceError):
+        step(sampler, source, [one, two, one], logits_V)
+    assert step(sampler, source, [one], logits_V) == two
+    assert step(sampler, source, [one, two], logits_V) == three
+
+
 def test_other_rows_are_not_masked(byte_level: ModelFolder) -> None:
     guided = SamplingParams(temperature=0.0, json_schema='{"type": "object"}')
     free = SamplingParams(temperature=0.0)
