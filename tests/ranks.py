@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nobiru.config import EngineConfig
 from nobiru.engine.client import ZmqClient
 from nobiru.engine.limits import SERVER_TOKEN_BUDGET, scheduler_config
+from nobiru.engine.messages import EngineState
 from nobiru.folder.read import read_folder
 from nobiru.request import EncodedPrompts, PoolingRequest
 
@@ -24,6 +26,7 @@ class Steps:
     """What the client measured."""
 
     num_restarts: int = 0
+    state: EngineState | None = None
     batches: list[int] = field(default_factory=list)
 
     def observe_step(self, num_tokens: int, num_sequences: int, compute_s: float) -> None:
@@ -32,23 +35,32 @@ class Steps:
     def observe_queue(self, seconds: float) -> None:
         assert seconds >= 0
 
+    def observe_engine(self, state: EngineState) -> None:
+        self.state = state
+
     def rank_restarted(self) -> None:
         self.num_restarts += 1
 
 
 @asynccontextmanager
 async def running(
-    model: Path, *, faults: str = "", rank_timeout_s: float = 10.0, max_start_failures: int = 5
+    model: Path,
+    *,
+    faults: str = "",
+    rank_timeout_s: float = 10.0,
+    max_start_failures: int = 5,
+    steps: Steps | None = None,
+    **options: Any,
 ) -> AsyncIterator[ZmqClient]:
-    """A started client; its rank ends with the block."""
-    config = EngineConfig(model=str(model), num_threads=1, dtype="float32")
+    """A started client, with options of `EngineConfig`; its rank ends with the block."""
+    config = EngineConfig(**{"model": str(model), "num_threads": 1, "dtype": "float32", **options})
     folder = read_folder(model)
     client = ZmqClient(
         config,
         limits=scheduler_config(config, folder, default_budget=SERVER_TOKEN_BUDGET),
         embedding_dim=folder.embedding_dim,
         environment={**os.environ, "NOBIRU_FAULT_INJECTION": faults},
-        observer=Steps(),
+        observer=steps or Steps(),
         rank_timeout_s=rank_timeout_s,
         max_start_failures=max_start_failures,
     )

@@ -1,4 +1,4 @@
-"""The model that ranks serve in these tests."""
+"""The models that ranks serve in these tests."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ from small_models import make
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("bert-mean-normalize", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("language-model"))
