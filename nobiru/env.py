@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -21,6 +22,7 @@ from nobiru.errors import ConfigError
 
 PREFIX = "NOBIRU_"
 FAULT_INJECTION = "NOBIRU_FAULT_INJECTION"
+NATIVE_KERNELS = "NOBIRU_NATIVE_KERNELS"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _SERVICE_LINK_NAME = re.compile(
@@ -64,7 +66,7 @@ def read_options(
     """
     environ = os.environ if environ is None else environ
     by_variable = {option.variable: option for option in options}
-    known = {*by_variable, FAULT_INJECTION, *(PREFIX + name.upper() for name in other_names)}
+    known = {*by_variable, FAULT_INJECTION, NATIVE_KERNELS, *(PREFIX + name.upper() for name in other_names)}
     values: dict[str, Any] = {}
     warnings: list[str] = []
     service_links: list[str] = []
@@ -100,6 +102,16 @@ def hub_offline() -> bool:
 def fault_injection() -> str | None:
     """What a test asks a rank to do wrong (`NOBIRU_FAULT_INJECTION`), None outside of tests."""
     return os.environ.get(FAULT_INJECTION) or None
+
+
+def native_kernels() -> bool:
+    """Whether kernels may be compiled with the machine's C compiler (`NOBIRU_NATIVE_KERNELS`, on unless turned off)."""
+    return os.environ.get(NATIVE_KERNELS, "").strip().lower() not in _FALSE
+
+
+def cache_folder() -> Path:
+    """Where files that can be made again are kept: `nobiru` in `XDG_CACHE_HOME`, or in `.cache` of the home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nobiru"
 
 
 def tokenize_in_calling_thread() -> None:

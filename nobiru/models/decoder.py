@@ -196,12 +196,12 @@ def _read_ends(weights: ModelWeights, config: DecoderConfig, folder: ModelFolder
         return weights.take_table(_TABLE, *shape), None
     if not weights.has(_HEAD):
         words_VC = weights.take(_TABLE, *shape)
-        return words_VC, make_linear(words_VC, None)
+        return words_VC, make_linear(words_VC, None, few_rows=True)
     head_VC = weights.take(_HEAD, *shape)
     words_VC = weights.take_table(_TABLE, *shape)
     if config.is_tied and torch.equal(words_VC.to(head_VC.dtype), head_VC):
         words_VC = head_VC
-    return words_VC, make_linear(head_VC, None)
+    return words_VC, make_linear(head_VC, None, few_rows=True)
 
 
 def _read_block(weights: ModelWeights, prefix: str, config: DecoderConfig, window: int | None) -> DecoderBlock:
@@ -223,6 +223,7 @@ def _read_block(weights: ModelWeights, prefix: str, config: DecoderConfig, windo
         gate_up=make_linear(
             weights.take_rows([f"{name}.weight" for name in gate_up], intermediate, hidden),
             weights.take_rows([f"{name}.bias" for name in gate_up], intermediate) if config.mlp_bias else None,
+            few_rows=True,
         ),
         activation=config.activation,
         down=_read_linear(weights, f"{mlp}down_proj", hidden, intermediate, has_bias=config.mlp_bias),
@@ -240,7 +241,8 @@ def _read_qkv(weights: ModelWeights, prefix: str, config: DecoderConfig) -> Line
             parts.append(rows if name == "v" else side_by_side(rows, config.head_size))
         return torch.cat(parts)
 
-    return make_linear(fused("weight", config.hidden_size), fused("bias") if config.qkv_bias else None)
+    bias = fused("bias") if config.qkv_bias else None
+    return make_linear(fused("weight", config.hidden_size), bias, few_rows=True)
 
 
 def _read_qk_norm(weights: ModelWeights, prefix: str, config: DecoderConfig) -> HeadNorm:
@@ -258,4 +260,4 @@ def _read_norm(weights: ModelWeights, name: str, config: DecoderConfig) -> RmsNo
 
 def _read_linear(weights: ModelWeights, name: str, num_out: int, num_in: int, *, has_bias: bool) -> Linear:
     bias_O = weights.take(f"{name}.bias", num_out) if has_bias else None
-    return make_linear(weights.take(f"{name}.weight", num_out, num_in), bias_O)
+    return make_linear(weights.take(f"{name}.weight", num_out, num_in), bias_O, few_rows=True)

@@ -1,8 +1,9 @@
 """Causal attention over a KV cache in blocks, for every device.
 
 On CUDA in half precision a kernel (`varlen_attn`) follows the block table itself, or, where it cannot, takes contexts
-gathered one after another. Elsewhere sequences run in groups of similar shape through `scaled_dot_product_attention`,
-on rows gathered from the cache, each once per layer; prompts from their start attend among the step's own tokens and
+gathered one after another. On CPUs, sequences with one token go through a kernel of our own that reads the blocks where
+they are, if there is one. Otherwise sequences run in groups of similar shape through `scaled_dot_product_attention`, on
+rows gathered from the cache, each once per layer; prompts from their start attend among the step's own tokens and
 gather nothing. With one token per sequence, the query heads that share a key head are that kernel's queries, so nothing
 is repeated for them.
 
@@ -21,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nobiru.ops.paged_groups import Chunk, DecodeGroup, FreshGroup, plan_attention
+from nobiru.ops.native.library import Kernels, load_kernels
+from nobiru.ops.paged_groups import Chunk, DecodeGroup, FreshGroup, decode_rows, plan_decoding, plan_prefill
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Buffer
 
@@ -55,24 +57,71 @@ def paged_attention(
     if softcap is None and ragged_kernel_serves(place, dtype, head_size):
         follows_table = block_table_serves(place, dtype, head_size, cache.block_size)
         return (_with_block_table if follows_table else _gathered_ragged)(q_THD, cache, layout, scale, window)
-    attend = _Attend(scale, softcap)
-    plan = plan_attention(layout, window, q_THD.dtype)
     if buffer is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     else:
         out_THD = buffer.take(*q_THD.shape, dtype=q_THD.dtype)
-    for decoding in plan.decoding:
-        out_THD[decoding.tokens_n] = _decode(q_THD, cache, decoding, attend)
-    for fresh in plan.fresh:
+    attend = _Attend(scale, softcap)
+    kernels = load_kernels() if place.type == "cpu" and attends_natively(dtype, head_size) else None
+    if kernels is not None:
+        _decode_natively(kernels, q_THD, cache, layout, out_THD, scale, window, softcap)
+    else:
+        for decoding in plan_decoding(layout, window, dtype):
+            out_THD[decoding.tokens_n] = _decode(q_THD, cache, decoding, attend)
+    if layout.is_decode:
+        return out_THD
+    prefill = plan_prefill(layout, window, dtype)
+    for fresh in prefill.fresh:
         out_THD[fresh.places_t] = _fresh(q_THD, k_TKD, v_TKD, fresh, attend)
-    for chunk in plan.chunks:
+    for chunk in prefill.chunks:
         out_THD[chunk.tokens] = _chunk(q_THD, cache, chunk, attend)
     return out_THD
 
 
+def attends_natively(dtype: torch.dtype, head_size: int) -> bool:
+    """Whether sequences with one token go through a kernel of our own on CPUs."""
+    kernels = load_kernels()
+    return kernels is not None and kernels.attends(dtype, head_size)
+
+
+def _decode_natively(
+    kernels: Kernels,
+    q_THD: Tensor,
+    cache: LayerCache,
+    layout: PagedLayout,
+    out_THD: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    rows = decode_rows(layout)
+    if rows is None:
+        return
+    q_nHD = q_THD[rows.tokens_n]
+    in_place = isinstance(rows.tokens_n, slice)
+    out_nHD = out_THD[rows.tokens_n] if in_place else torch.empty(q_nHD.shape, dtype=q_nHD.dtype)
+    kernels.attend(
+        q_nHD,
+        cache.keys_NSKD,
+        cache.values_NSKD,
+        rows.block_table_nM,
+        rows.contexts_n,
+        out_nHD,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    if not in_place:
+        out_THD[rows.tokens_n] = out_nHD
+
+
 def paged_attention_path(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
     """The name of the way that attention runs, for people."""
-    return "paged, varlen_attn" if ragged_kernel_serves(device, dtype, head_size) else "paged, groups of similar shape"
+    if ragged_kernel_serves(device, dtype, head_size):
+        return "paged, varlen_attn"
+    if device.type == "cpu" and attends_natively(dtype, head_size):
+        return "paged, native kernel for single tokens"
+    return "paged, groups of similar shape"
 
 
 def ragged_kernel_serves(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:

@@ -5,7 +5,7 @@ once a step and used in every layer. Padding repeats a sequence's own last token
 which may not be a number, is never read.
 
 Shape legend: n sequences of a group, L the longest context of a group that its tokens see, t tokens of one sequence in
-the step.
+the step, M blocks of the sequence that has most.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nobiru.ops.layout import plan_groups
+from nobiru.ops.layout import MIN_RUN_TOKENS, plan_groups
 from nobiru.ops.paged_layout import PagedLayout
 
 Integers = NDArray[np.int64]
@@ -62,34 +62,70 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionPlan:
-    """Every token of the step is in exactly one part."""
+class DecodeRows:
+    """All sequences with one token, for a kernel that follows block tables: their places in the batch, blocks [n, M]
+    and contexts [n], both int32."""
 
-    decoding: list[DecodeGroup]
+    tokens_n: Tensor | slice
+    block_table_nM: Tensor
+    contexts_n: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillPlan:
+    """Every sequence with several tokens is in exactly one part."""
+
     fresh: list[FreshGroup]
     chunks: list[Chunk]
 
 
-def plan_attention(layout: PagedLayout, window: int | None, dtype: torch.dtype) -> AttentionPlan:
-    """The plan for tokens that see `window` tokens, themselves included; masks are in `dtype`. Made once per layout."""
-    key = (window, dtype)
-    if key not in layout.derived:
-        layout.derived[key] = _plan(layout, window, dtype)
-    plan: AttentionPlan = layout.derived[key]
-    return plan
+def decode_rows(layout: PagedLayout) -> DecodeRows | None:
+    """None if no sequence has one token only. Made once per layout, as all these plans are."""
+    return layout.derive("decode rows", lambda: _decode_rows(layout))
 
 
-def _plan(layout: PagedLayout, window: int | None, dtype: torch.dtype) -> AttentionPlan:
-    planner = _Planner(layout, window, dtype)
-    lengths_B, starts_B = layout.lengths_B, layout.starts_B
-    decoding = np.flatnonzero(lengths_B == 1)
+def plan_decoding(layout: PagedLayout, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
+    """Groups for tokens that see `window` tokens, themselves included; masks are in `dtype`."""
+    return layout.derive(("decoding", window, dtype), lambda: _plan_decoding(_Planner(layout, window, dtype)))
+
+
+def plan_prefill(layout: PagedLayout, window: int | None, dtype: torch.dtype) -> PrefillPlan:
+    return layout.derive(("prefill", window, dtype), lambda: _plan_prefill(_Planner(layout, window, dtype)))
+
+
+def _decode_rows(layout: PagedLayout) -> DecodeRows | None:
+    rows = np.flatnonzero(layout.lengths_B == 1)
+    if not rows.size:
+        return None
+    width = int(layout.num_blocks_B[rows].max())
+    return DecodeRows(
+        tokens_n=_places(layout, layout.ends_B[rows] - 1),
+        block_table_nM=layout.to_device(np.ascontiguousarray(layout.block_table_BM[rows, :width], dtype=np.int32)),
+        contexts_n=layout.to_device(layout.contexts_B[rows].astype(np.int32)),
+    )
+
+
+def _plan_decoding(planner: _Planner) -> list[DecodeGroup]:
+    rows = np.flatnonzero(planner.layout.lengths_B == 1)
+    return [planner.decode_group(group) for group in _groups(rows, planner.seen(rows))]
+
+
+def _plan_prefill(planner: _Planner) -> PrefillPlan:
+    lengths_B, starts_B = planner.layout.lengths_B, planner.layout.starts_B
     fresh = np.flatnonzero((lengths_B > 1) & (starts_B == 0))
     chunked = np.flatnonzero((lengths_B > 1) & (starts_B > 0))
-    return AttentionPlan(
-        decoding=[planner.decode_group(rows) for rows in _groups(decoding, planner.seen(decoding))],
-        fresh=[planner.fresh_group(rows) for rows in _groups(fresh, lengths_B[fresh], min_run_tokens=32)],
+    return PrefillPlan(
+        fresh=[planner.fresh_group(rows) for rows in _groups(fresh, lengths_B[fresh], min_run_tokens=MIN_RUN_TOKENS)],
         chunks=[planner.chunk(int(row)) for row in chunked],
     )
+
+
+def _places(layout: PagedLayout, places: Integers) -> Tensor | slice:
+    """A slice where they are one after another."""
+    first = int(places[0])
+    if places[-1] - first == places.size - 1 and (np.diff(places) == 1).all():
+        return slice(first, first + places.size)
+    return layout.to_device(places)
 
 
 def _groups(rows: Integers, lengths: Integers, *, min_run_tokens: float = _JOIN_ALL) -> list[Integers]:
@@ -102,24 +138,24 @@ def _groups(rows: Integers, lengths: Integers, *, min_run_tokens: float = _JOIN_
 
 class _Planner:
     def __init__(self, layout: PagedLayout, window: int | None, dtype: torch.dtype) -> None:
-        self._layout = layout
+        self.layout = layout
         self._window = window
         self._dtype = dtype
 
     def seen(self, rows: Integers) -> Integers:
         """How many tokens a sequence's last token sees."""
-        contexts = self._layout.contexts_B[rows]
+        contexts = self.layout.contexts_B[rows]
         return contexts if self._window is None else np.minimum(contexts, self._window)
 
     def decode_group(self, rows: Integers) -> DecodeGroup:
-        layout, seen_n = self._layout, self.seen(rows)
+        layout, seen_n = self.layout, self.seen(rows)
         length = int(seen_n[-1])
         places_nL = (layout.contexts_B[rows] - seen_n)[:, None] + np.minimum(np.arange(length), seen_n[:, None] - 1)
         mask = None
         if seen_n[0] != length:
             mask = self._mask(np.arange(length) < seen_n[:, None])[:, None, None, :]
         return DecodeGroup(
-            tokens_n=self._places(layout.ends_B[rows] - 1),
+            tokens_n=_places(layout, layout.ends_B[rows] - 1),
             slots_nL=layout.to_device(layout.slots_of(rows[:, None], places_nL).reshape(-1)),
             num_seqs=rows.size,
             length=length,
@@ -127,7 +163,7 @@ class _Planner:
         )
 
     def fresh_group(self, rows: Integers) -> FreshGroup:
-        layout = self._layout
+        layout = self.layout
         lengths_n, begins_n = layout.lengths_B[rows], layout.ends_B[rows] - layout.lengths_B[rows]
         length = int(lengths_n[-1])
         places_nL = begins_n[:, None] + np.minimum(np.arange(length), lengths_n[:, None] - 1)
@@ -135,16 +171,16 @@ class _Planner:
         is_windowed = self._window is not None and self._window < length
         places = np.arange(length)
         return FreshGroup(
-            tokens=self._places(places_nL.reshape(-1)),
+            tokens=_places(layout, places_nL.reshape(-1)),
             num_seqs=rows.size,
             length=length,
             real_t=None if lengths_n[0] == length else layout.to_device(np.flatnonzero(is_real_nL)),
-            places_t=self._places(places_nL[is_real_nL]),
+            places_t=_places(layout, places_nL[is_real_nL]),
             mask_LL=self._mask(self._allowed(places, places)) if is_windowed else None,
         )
 
     def chunk(self, row: int) -> Chunk:
-        layout = self._layout
+        layout = self.layout
         context, length, end = int(layout.contexts_B[row]), int(layout.lengths_B[row]), int(layout.ends_B[row])
         start = context - length
         first = 0 if self._window is None else max(0, start - self._window + 1)
@@ -162,11 +198,5 @@ class _Planner:
 
     def _mask(self, allowed: NDArray[np.bool_]) -> Tensor:
         """Zero where attention is allowed, else minus infinity."""
-        hidden = ~self._layout.to_device(allowed)
+        hidden = ~self.layout.to_device(allowed)
         return torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-    def _places(self, places: Integers) -> Tensor | slice:
-        first = int(places[0])
-        if places[-1] - first == places.size - 1 and (np.diff(places) == 1).all():
-            return slice(first, first + places.size)
-        return self._layout.to_device(places)

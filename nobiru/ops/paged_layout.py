@@ -9,10 +9,10 @@ of a block, K key heads, D values a head, M blocks of the sequence that has most
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Integers = NDArray[np.int64]
+Derived = TypeVar("Derived")
 BlockIds = Sequence[int] | NDArray[np.integer]
 
 
@@ -57,8 +58,7 @@ class PagedLayout:
         self.contexts_B = starts_B + lengths_B
         self.block_size = block_size
         self.device = torch.device(device)
-        # What others work out from this layout, once a step; theirs to fill.
-        self.derived: dict[Hashable, Any] = {}
+        self._derived: dict[Hashable, Any] = {}
         self.ends_B = np.cumsum(lengths_B)
         self.num_blocks_B = -(-self.contexts_B // block_size)
         # Beyond a sequence's own blocks the table repeats block 0, which exists whenever any does.
@@ -139,6 +139,13 @@ class PagedLayout:
     def context_lengths(self) -> Tensor:
         """[B] int32."""
         return self.to_device(self.contexts_B.astype(np.int32))
+
+    def derive(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
+        """What somebody works out from this layout once a step: made the first time, then found under `key`."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: Derived = self._derived[key]
+        return found
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

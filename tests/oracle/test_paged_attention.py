@@ -101,7 +101,8 @@ def check(case: Case, *, tolerance: float = 2e-5, window: int | None = None, sof
     | st.lists(FRESH, min_size=1, max_size=6)
     | st.lists(DECODING | FRESH | CHUNK, min_size=1, max_size=9),
     block_size=st.sampled_from([1, 4, 16]),
-    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (7, 1)]),
+    head_size=st.sampled_from([8, 16, 48]),
     window=st.none() | st.integers(1, 70),
     softcap=st.none() | st.sampled_from([1.5, 30.0]),
     in_order=st.booleans(),
@@ -111,6 +112,7 @@ def test_paged_attention_equals_one_token_at_a_time(
     spans: list[tuple[int, int]],
     block_size: int,
     heads: tuple[int, int],
+    head_size: int,
     window: int | None,
     softcap: float | None,
     in_order: bool,

@@ -1,0 +1,287 @@
+/* Operations on a CPU that read as few bytes as possible: products of few rows with a weight matrix, and attention of one
+ * token per sequence over a KV cache in blocks. Compiled on the machine that runs it; see nobiru/ops/native/library.py.
+ *
+ * Vectors are GCC's vector extensions, so that one source serves every instruction set; only the product of pairs of
+ * bfloat16 values is an intrinsic. Threads are OpenMP's, as many as the caller says.
+ * Memory is that of torch tensors; nothing is allocated here and nothing is checked: callers do both.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#ifdef __AVX512F__
+#define LANES 16
+#define MAX_ROWS 12
+#else
+#define LANES 8
+#define MAX_ROWS 6
+#endif
+#define WIDTH (2 * LANES) /* outputs of a panel */
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef uint16_t bf16;
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t hvec __attribute__((vector_size(LANES * 2)));
+typedef float vec_u __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint16_t hvec_u __attribute__((vector_size(LANES * 2), aligned(2)));
+
+INLINE vec load_f32(const float *p) { return *(const vec_u *)p; }
+INLINE void store_f32(float *p, vec x) { *(vec_u *)p = x; }
+INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec_u *)p, ivec) << 16); }
+INLINE float from_bf16(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+/* Round to nearest, ties to even; not-a-number stays one. */
+INLINE bf16 to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE float get_f32(const float *p) { return *p; }
+INLINE float get_bf16(const bf16 *p) { return from_bf16(*p); }
+INLINE void set_f32(float *p, float x) { *p = x; }
+INLINE void set_bf16(bf16 *p, float x) { *p = to_bf16(x); }
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+int32_t panel_width(void) { return WIDTH; }
+
+int32_t multiplies_bf16_pairs(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* ---- y = x @ weight.T + bias ---------------------------------------------------------------------------------------
+ *
+ * The weight is in panels of WIDTH outputs, [panels, inputs, WIDTH]; for pairs of bfloat16 [panels, inputs / 2, WIDTH, 2].
+ * Missing outputs of the last panel are zeros. x is [rows, inputs] with `stride` values from row to row, y is
+ * [rows, outputs]. A tile is up to MAX_ROWS rows by one panel, and its sums stay in registers.
+ */
+
+#define PUT(NAME, T, SET)                                                                                              \
+    static __attribute__((noinline)) void NAME(const float *sums, int rows, T *y, long outputs, int count,             \
+                                               const float *bias) {                                                    \
+        for (int r = 0; r < rows; r++)                                                                                 \
+            for (int i = 0; i < count; i++)                                                                            \
+                SET(y + r * outputs + i, sums[r * WIDTH + i] + (bias ? bias[i] : 0.0f));                               \
+    }
+
+PUT(put_f32, float, set_f32)
+PUT(put_bf16, bf16, set_bf16)
+
+#define TILE(NAME, WEIGHT, LOAD)                                                                                       \
+    INLINE void NAME(const int rows, const WEIGHT *w, const float *x, long stride, long inputs, float *sums_out) {     \
+        vec sums[MAX_ROWS][2];                                                                                         \
+        UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (vec){0};                                      \
+        for (long k = 0; k < inputs; k++, w += WIDTH) {                                                                \
+            vec w0 = LOAD(w), w1 = LOAD(w + LANES);                                                                    \
+            __builtin_prefetch((const char *)w + 1024);                                                                \
+            UNROLL for (int r = 0; r < rows; r++) {                                                                    \
+                vec value = splat(x[r * stride + k]);                                                                  \
+                sums[r][0] += value * w0;                                                                              \
+                sums[r][1] += value * w1;                                                                              \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < rows; r++) {                                                                        \
+            store_f32(sums_out + r * WIDTH, sums[r][0]);                                                               \
+            store_f32(sums_out + r * WIDTH + LANES, sums[r][1]);                                                       \
+        }                                                                                                              \
+    }
+
+TILE(tile_f32, float, load_f32)
+TILE(tile_bf16, bf16, load_bf16)
+
+#ifdef __AVX512BF16__
+INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride, long inputs, float *sums_out) {
+    __m512 sums[MAX_ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    for (long k = 0; k < inputs; k += 2, w += 2 * WIDTH) {
+        __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 2 * LANES);
+        __builtin_prefetch((const char *)w + 1024);
+        __builtin_prefetch((const char *)w + 1088);
+        UNROLL for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * stride + k, 4);
+            __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, value);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, value);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        _mm512_storeu_ps(sums_out + r * WIDTH, sums[r][0]);
+        _mm512_storeu_ps(sums_out + r * WIDTH + LANES, sums[r][1]);
+    }
+}
+#endif
+
+#define TILE_ROWS(TILE_NAME, N)                                                                                        \
+    case N:                                                                                                            \
+        TILE_NAME(N, w, x_block, stride, inputs, sums);                                                                \
+        break;
+
+#if MAX_ROWS == 12
+#define ALL_ROWS(T)                                                                                                    \
+    TILE_ROWS(T, 1) TILE_ROWS(T, 2) TILE_ROWS(T, 3) TILE_ROWS(T, 4) TILE_ROWS(T, 5) TILE_ROWS(T, 6) TILE_ROWS(T, 7)    \
+    TILE_ROWS(T, 8) TILE_ROWS(T, 9) TILE_ROWS(T, 10) TILE_ROWS(T, 11) TILE_ROWS(T, 12)
+#else
+#define ALL_ROWS(T)                                                                                                    \
+    TILE_ROWS(T, 1) TILE_ROWS(T, 2) TILE_ROWS(T, 3) TILE_ROWS(T, 4) TILE_ROWS(T, 5) TILE_ROWS(T, 6)
+#endif
+
+/* Rows are cut into equal blocks. Threads take panels. */
+#define LINEAR(NAME, TILE_NAME, PUT_NAME, WEIGHT, X, Y)                                                                \
+    void NAME(const WEIGHT *weight, const float *bias, const X *x, long stride, Y *y, long rows, long inputs,          \
+              long outputs, int threads) {                                                                             \
+        long panels = (outputs + WIDTH - 1) / WIDTH, blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;                        \
+        _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
+        for (long panel = 0; panel < panels; panel++) {                                                                \
+            const WEIGHT *w = weight + panel * inputs * WIDTH;                                                         \
+            const float *bias_panel = bias ? bias + panel * WIDTH : 0;                                                 \
+            int count = (int)(outputs - panel * WIDTH < WIDTH ? outputs - panel * WIDTH : WIDTH);                      \
+            for (long block = 0; block < blocks; block++) {                                                            \
+                long first = block * rows / blocks, last = (block + 1) * rows / blocks;                                \
+                const X *x_block = x + first * stride;                                                                 \
+                float sums[MAX_ROWS * WIDTH];                                                                          \
+                switch (last - first) { ALL_ROWS(TILE_NAME) }                                                          \
+                PUT_NAME(sums, (int)(last - first), y + first * outputs + panel * WIDTH, outputs, count, bias_panel);  \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+LINEAR(linear_f32, tile_f32, put_f32, float, float, float)
+LINEAR(linear_bf16, tile_bf16, put_f32, bf16, float, float)
+#ifdef __AVX512BF16__
+LINEAR(linear_pairs, tile_pairs, put_bf16, bf16, bf16, bf16)
+#endif
+
+/* ---- attention of one token per sequence ----------------------------------------------------------------------------
+ *
+ * q is [sequences, heads, size], keys and values [blocks, block_size, key_heads, size], out [sequences, heads, size].
+ * Scores of a piece of the context at a time; the maximum so far is kept, and sums are scaled when it rises (Milakov and
+ * Gimelshein 2018, https://arxiv.org/abs/1805.02867). A task is one key head of one sequence, with up to MAX_GROUP of
+ * its query heads.
+ */
+
+#define PIECE 64
+#define MAX_GROUP 4
+#define MAX_SIZE 256
+
+struct attention {
+    const void *q, *keys, *values;
+    void *out;
+    const int32_t *block_table; /* [sequences, table_width] */
+    const int32_t *contexts;    /* [sequences] */
+    long sequences, heads, key_heads, size, block_size, table_width, q_stride, window; /* window 0: none */
+    float scale, softcap;                                                              /* softcap 0: none */
+    int threads;
+};
+
+INLINE float total(vec x) {
+    float sum = 0;
+    UNROLL for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+/* The next `count` scores of one head: weights in their place, the running sum, and the factor for what was mixed. */
+static float weigh(float *scores, int count, float softcap, float *highest, float *sum) {
+    if (softcap > 0)
+        for (int t = 0; t < count; t++) scores[t] = softcap * tanhf(scores[t] / softcap);
+    float top = *highest;
+    for (int t = 0; t < count; t++) top = scores[t] > top ? scores[t] : top;
+    float shrink = expf(*highest - top), added = 0;
+    for (int t = 0; t < count; t++) added += scores[t] = expf(scores[t] - top);
+    *highest = top, *sum = *sum * shrink + added;
+    return shrink;
+}
+
+#define GROUP(NAME, GROUP_SIZE, T, LOAD, GET, SET)                                                                     \
+    static void NAME##_##GROUP_SIZE(const struct attention *a, long sequence, long key_head, long first_head) {        \
+        const int group = GROUP_SIZE, vectors = (int)(a->size / LANES);                                                \
+        const long size = a->size, row = a->key_heads * size;                                                          \
+        const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size;        \
+        const int32_t *table = a->block_table + sequence * a->table_width;                                             \
+        float q[GROUP_SIZE][MAX_SIZE], scores[GROUP_SIZE][PIECE], shrink[GROUP_SIZE];                                  \
+        float highest[GROUP_SIZE], sums[GROUP_SIZE];                                                                   \
+        vec mixed[MAX_SIZE / LANES][GROUP_SIZE];                                                                       \
+        const T *rows[PIECE];                                                                                          \
+        for (int g = 0; g < group; g++) {                                                                              \
+            const T *source = (const T *)a->q + sequence * a->q_stride + (first_head + g) * size;                      \
+            for (long i = 0; i < size; i++) q[g][i] = GET(source + i) * a->scale;                                      \
+            highest[g] = -INFINITY, sums[g] = 0;                                                                       \
+            for (int i = 0; i < vectors; i++) mixed[i][g] = (vec){0};                                                  \
+        }                                                                                                              \
+        long context = a->contexts[sequence];                                                                          \
+        long start = a->window && context > a->window ? context - a->window : 0;                                       \
+        for (; start < context; start += PIECE) {                                                                      \
+            int count = (int)(context - start < PIECE ? context - start : PIECE);                                      \
+            for (int t = 0; t < count; t++) {                                                                          \
+                long place = start + t;                                                                                \
+                long slot = table[place / a->block_size] * a->block_size + place % a->block_size;                      \
+                const T *key = keys + slot * row;                                                                      \
+                rows[t] = values + slot * row;                                                                         \
+                vec partial[GROUP_SIZE];                                                                               \
+                UNROLL for (int g = 0; g < group; g++) partial[g] = (vec){0};                                          \
+                for (int i = 0; i < vectors; i++) {                                                                    \
+                    vec k = LOAD(key + i * LANES);                                                                     \
+                    UNROLL for (int g = 0; g < group; g++) partial[g] += k * load_f32(q[g] + i * LANES);               \
+                }                                                                                                      \
+                UNROLL for (int g = 0; g < group; g++) scores[g][t] = total(partial[g]);                               \
+            }                                                                                                          \
+            for (int g = 0; g < group; g++)                                                                            \
+                shrink[g] = weigh(scores[g], count, a->softcap, &highest[g], &sums[g]);                                \
+            for (int i = 0; i < vectors; i++) {                                                                        \
+                vec so_far[GROUP_SIZE];                                                                                \
+                UNROLL for (int g = 0; g < group; g++) so_far[g] = mixed[i][g] * shrink[g];                            \
+                for (int t = 0; t < count; t++) {                                                                      \
+                    vec v = LOAD(rows[t] + i * LANES);                                                                 \
+                    UNROLL for (int g = 0; g < group; g++) so_far[g] += v * scores[g][t];                              \
+                }                                                                                                      \
+                UNROLL for (int g = 0; g < group; g++) mixed[i][g] = so_far[g];                                        \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int g = 0; g < group; g++) {                                                                              \
+            T *target = (T *)a->out + (sequence * a->heads + first_head + g) * size;                                   \
+            for (int i = 0; i < vectors; i++) {                                                                        \
+                float values_out[LANES];                                                                               \
+                store_f32(values_out, mixed[i][g] / sums[g]);                                                          \
+                for (int lane = 0; lane < LANES; lane++) SET(target + i * LANES + lane, values_out[lane]);             \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+#define ATTEND(NAME, T, LOAD, GET, SET)                                                                                \
+    GROUP(NAME, 1, T, LOAD, GET, SET)                                                                                  \
+    GROUP(NAME, 2, T, LOAD, GET, SET)                                                                                  \
+    GROUP(NAME, 3, T, LOAD, GET, SET)                                                                                  \
+    GROUP(NAME, 4, T, LOAD, GET, SET)                                                                                  \
+    void NAME(const struct attention *a) {                                                                             \
+        long tasks = a->sequences * a->key_heads, per_key = a->heads / a->key_heads;                                   \
+        _Pragma("omp parallel for schedule(dynamic, 1) num_threads(a->threads)")                                       \
+        for (long task = 0; task < tasks; task++) {                                                                    \
+            long sequence = task / a->key_heads, key_head = task % a->key_heads;                                       \
+            for (long done = 0; done < per_key; done += MAX_GROUP) {                                                   \
+                long head = key_head * per_key + done;                                                                 \
+                switch (per_key - done) {                                                                              \
+                    case 1: NAME##_1(a, sequence, key_head, head); break;                                              \
+                    case 2: NAME##_2(a, sequence, key_head, head); break;                                              \
+                    case 3: NAME##_3(a, sequence, key_head, head); break;                                              \
+                    default: NAME##_4(a, sequence, key_head, head);                                                    \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+ATTEND(attend_f32, float, load_f32, get_f32, set_f32)
+ATTEND(attend_bf16, bf16, load_bf16, get_bf16, set_bf16)

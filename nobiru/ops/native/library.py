@@ -1,0 +1,240 @@
+"""Compiles `kernels.c` for the processor at hand, loads it, and calls it with torch tensors.
+
+Owns the compiler's command, the folder where results are kept, the trial that decides whether they are used, and the
+calling convention. Without a C compiler, or when anything about its result is odd, `load_kernels` gives None and says
+why in the log; callers then stay with torch.
+
+Compiling takes a second or two, once per machine: the result is kept in the user's cache folder under a name that
+depends on the source, the command and the processor. A folder that others could write to is not used.
+
+Shape legend: R rows, I input values, O output values, P panels of W outputs, n sequences, H query heads, K key heads,
+D values a head, N blocks of the cache, S slots of a block, M blocks of the sequence that has most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nobiru import env, machine
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
+_COMPILER_TIMEOUT_S = 60.0
+_MAX_HEAD_SIZE = 256
+# Fewer multiplications than this are not worth a second thread.
+_MIN_PARALLEL_PRODUCTS = 100_000
+
+
+class _Attention(ctypes.Structure):
+    """`struct attention` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "block_table", "contexts")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("sequences", "heads", "key_heads", "size", "block_size", "table_width", "q_stride", "window")
+        ),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("threads", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedWeight:
+    """A weight matrix in the arrangement of one kernel. `in_pairs` is for bfloat16 inputs, others are for float32."""
+
+    panels: Tensor
+    bias_O: Tensor | None  # float32
+    num_in: int
+    num_out: int
+    in_pairs: bool
+
+
+class Kernels:
+    """The loaded library. Tensors are on the CPU; rows are contiguous, one row may begin anywhere."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.panel_width.restype = ctypes.c_int32
+        library.multiplies_bf16_pairs.restype = ctypes.c_int32
+        self._width = int(library.panel_width())
+        self._lanes = self._width // 2
+        self.multiplies_pairs = bool(library.multiplies_bf16_pairs())
+        self._linear_f32 = self._declare_linear("linear_f32")
+        self._linear_bf16 = self._declare_linear("linear_bf16")
+        self._linear_pairs = self._declare_linear("linear_pairs") if self.multiplies_pairs else None
+        self._attend = {torch.float32: library.attend_f32, torch.bfloat16: library.attend_bf16}
+        for function in self._attend.values():
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
+
+    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, *, in_pairs: bool = False) -> PackedWeight:
+        """float32 or bfloat16 weights as panels; with `in_pairs` for bfloat16 inputs and outputs, else for float32."""
+        num_out, num_in = weight_OI.shape
+        padded = F.pad(weight_OI, (0, num_in % 2 if in_pairs else 0, 0, -num_out % self._width))
+        panels_PWI = padded.view(-1, self._width, padded.shape[1])
+        panels = panels_PWI.unflatten(2, (-1, 2)) if in_pairs else panels_PWI  # type: ignore[no-untyped-call]
+        return PackedWeight(
+            panels=panels.transpose(1, 2).contiguous(),
+            bias_O=None if bias_O is None else bias_O.float().contiguous(),
+            num_in=num_in,
+            num_out=num_out,
+            in_pairs=in_pairs,
+        )
+
+    def linear(self, x_RI: Tensor, weight: PackedWeight, out_RO: Tensor) -> None:
+        """x @ weight.T + bias, in float32 sums. x and out are bfloat16 for a weight `in_pairs`, else float32."""
+        num_rows, num_in = x_RI.shape
+        assert num_in == weight.num_in and x_RI.stride(1) == 1 and out_RO.is_contiguous()
+        function = self._linear_f32 if weight.panels.dtype == torch.float32 else self._linear_bf16
+        if weight.in_pairs:
+            assert self._linear_pairs is not None and num_in % 2 == 0
+            function = self._linear_pairs
+        few = num_rows * num_in * weight.num_out < _MIN_PARALLEL_PRODUCTS
+        function(
+            weight.panels.data_ptr(),
+            None if weight.bias_O is None else weight.bias_O.data_ptr(),
+            x_RI.data_ptr(),
+            x_RI.stride(0),
+            out_RO.data_ptr(),
+            num_rows,
+            num_in,
+            weight.num_out,
+            1 if few else torch.get_num_threads(),
+        )
+
+    def attends(self, dtype: torch.dtype, head_size: int) -> bool:
+        """Whether `attend` takes such heads."""
+        return dtype in self._attend and head_size % self._lanes == 0 and head_size <= _MAX_HEAD_SIZE
+
+    def attend(
+        self,
+        q_nHD: Tensor,
+        keys_NSKD: Tensor,
+        values_NSKD: Tensor,
+        block_table_nM: Tensor,
+        contexts_n: Tensor,
+        out_nHD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """One token per sequence over its context, whose last `window` tokens are seen. The last two are int32."""
+        num_seqs, num_heads, head_size = q_nHD.shape
+        assert q_nHD.stride()[1:] == (head_size, 1) and out_nHD.is_contiguous()
+        assert keys_NSKD.is_contiguous() and values_NSKD.is_contiguous() and block_table_nM.is_contiguous()
+        arguments = _Attention(
+            q_nHD.data_ptr(),
+            keys_NSKD.data_ptr(),
+            values_NSKD.data_ptr(),
+            out_nHD.data_ptr(),
+            block_table_nM.data_ptr(),
+            contexts_n.data_ptr(),
+            num_seqs,
+            num_heads,
+            keys_NSKD.shape[2],
+            head_size,
+            keys_NSKD.shape[1],
+            block_table_nM.shape[1],
+            q_nHD.stride(0),
+            window or 0,
+            scale,
+            softcap or 0.0,
+            torch.get_num_threads(),
+        )
+        self._attend[q_nHD.dtype](ctypes.addressof(arguments))
+
+    def _declare_linear(self, name: str) -> ctypes._NamedFuncPointer:
+        function = self._library[name]
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        function.argtypes = (pointer, pointer, pointer, number, pointer, number, number, number, ctypes.c_int)
+        function.restype = None
+        return function
+
+
+@functools.cache
+def load_kernels() -> Kernels | None:
+    """The kernels of this process, compiled if they have to be; None where there are none, which is said in the log."""
+    if not env.native_kernels():
+        return None
+    begin_s = time.monotonic()
+    try:
+        kernels = Kernels(_compiled())
+        _try(kernels)
+    except (OSError, subprocess.SubprocessError, ArithmeticError, AttributeError) as error:
+        logger.info("native kernels are not used: %s", error)
+        return None
+    logger.info("native kernels are ready after %.1f s", time.monotonic() - begin_s)
+    return kernels
+
+
+def _compiled() -> ctypes.CDLL:
+    """The library, from the cache folder or made now; OSError or SubprocessError say what is missing."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    flags = machine.cpu_flags()
+    command = (compiler or "cc", *_OPTIONS)
+    facts = "\n".join((_SOURCE.read_text(encoding="utf-8"), *command, platform.machine(), *sorted(flags)))
+    name = f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.so"
+    folder = _own_folder(env.cache_folder() / "native")
+    if folder is not None and (folder / name).is_file():
+        return ctypes.CDLL(str(folder / name))
+    if compiler is None:
+        raise OSError("there is no C compiler (cc or gcc)")
+    with tempfile.TemporaryDirectory(prefix="nobiru-") as scratch:
+        target = Path(scratch) / name
+        _compile([*command, str(_SOURCE), "-o", str(target), "-lm"])
+        if folder is None:
+            return ctypes.CDLL(str(target))  # stays mapped when the file is gone
+        # Into place in one step: another process may be doing the same.
+        beside = folder / f"{name}.{os.getpid()}"
+        shutil.copyfile(target, beside)
+        beside.replace(folder / name)
+    return ctypes.CDLL(str(folder / name))
+
+
+def _compile(command: list[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S, check=False)
+    if finished.returncode:
+        first = finished.stderr.strip().splitlines()[:1] or ["no message"]
+        raise OSError(f"the compiler failed ({finished.returncode}): {first[0]}")
+
+
+def _own_folder(folder: Path) -> Path | None:
+    """The folder, made if it is not there; None unless it is this user's alone to write to."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return None
+    is_own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return folder if is_own and os.access(folder, os.W_OK) else None
+
+
+def _try(kernels: Kernels) -> None:
+    """ArithmeticError if a small product is not torch's: a compiler or processor that cannot be trusted."""
+    generator = torch.Generator().manual_seed(0)
+    x_RI = torch.randn(5, 70, generator=generator)
+    weight_OI = torch.randn(67, 70, generator=generator)
+    out_RO = torch.empty(5, 67)
+    kernels.linear(x_RI, kernels.pack(weight_OI, None), out_RO)
+    if not torch.allclose(out_RO, x_RI @ weight_OI.mT, atol=1e-4):
+        raise ArithmeticError("a trial gave a wrong product")
