@@ -359,7 +359,9 @@ def test_a_client_that_leaves_frees_its_work(server: ServerProcess, body: dict[s
     before = status(server)
     coded = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(coded), coded))
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(coded), coded)
+        )
         wait_until(lambda: status(server)["open"] > before["open"], "the engine works")
     wait_until(lambda: status(server)["open"] == 0, "nothing is open")
     assert status(server)["aborted"] > before["aborted"]
@@ -450,7 +452,12 @@ def test_openai_s_client_needs_no_change(server: ServerProcess, n: int) -> None:
     assert completion.choices[0].logprobs.token_logprobs is not None
     assert math.isclose(completion.choices[0].logprobs.token_logprobs[0], -0.5)
     answer = client.chat.completions.create(
-        model="tiny", messages=CHAT, n=n, logprobs=True, top_logprobs=1, extra_body={"top_k": 5}  # type: ignore[arg-type]
+        model="tiny",
+        messages=CHAT,
+        n=n,
+        logprobs=True,
+        top_logprobs=1,
+        extra_body={"top_k": 5},  # type: ignore[arg-type]
     )
     assert [choice.message.content for choice in answer.choices] == [f"the answer{suffix}" for suffix in suffixes]
     assert answer.choices[0].finish_reason == "stop"
