@@ -163,10 +163,13 @@ def test_completion_logprobs(server: ServerProcess) -> None:
     assert logprobs["tokens"] == texts
     assert logprobs["token_logprobs"] == [-0.5 * (index + 1) for index in range(len(ids))]
     assert [len(top) for top in logprobs["top_logprobs"]] == [2] * len(ids)
-    assert all(top[text] == lp for top, text, lp in zip(logprobs["top_logprobs"], texts, logprobs["token_logprobs"]))
+    assert all(
+        top[text] == lp
+        for top, text, lp in zip(logprobs["top_logprobs"], texts, logprobs["token_logprobs"], strict=True)
+    )
     assert logprobs["text_offset"] == [sum(map(len, texts[:index])) for index in range(len(ids))]
     alone = complete(server, prompt="@say the fox", logprobs=0)["choices"][0]["logprobs"]
-    assert alone["top_logprobs"] == [{text: lp} for text, lp in zip(texts, logprobs["token_logprobs"])]
+    assert alone["top_logprobs"] == [{text: lp} for text, lp in zip(texts, logprobs["token_logprobs"], strict=True)]
 
 
 def test_chat_logprobs(server: ServerProcess) -> None:

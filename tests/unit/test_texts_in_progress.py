@@ -253,65 +253,73 @@ def test_any_order_of_arrival_gives_the_same_texts(
     assert asyncio.run(scenario(turns)) == asyncio.run(scenario([]))
 
 
-def test_a_stream_is_closed_whatever_happens() -> None:
-    """The client leaves, sending fails, the task is cancelled, the texts fail: `close` is called once each time."""
+async def answer(pieces: Any, receive: Any, send: Any) -> tuple[list[bytes], int, BaseException | None]:
+    """What an event stream sent, how often it was closed, and what it raised."""
+    sent: list[bytes] = []
+    closed: list[None] = []
 
-    async def run(pieces: Any, receive: Any, send: Any) -> tuple[list[bytes], int, BaseException | None]:
-        sent: list[bytes] = []
-        closed = 0
+    async def sending(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        await send(message)
 
-        def close() -> None:
-            nonlocal closed
-            closed += 1
+    caught: BaseException | None = None
+    try:
+        await EventStream(pieces, close=lambda: closed.append(None))({"type": "http"}, receive, sending)
+    except BaseException as error:
+        caught = error
+    return sent, len(closed), caught
 
-        async def sending(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            await send(message)
 
-        caught: BaseException | None = None
-        try:
-            await EventStream(pieces, close=close)({"type": "http"}, receive, sending)
-        except BaseException as error:
-            caught = error
-        return sent, closed, caught
+async def stays() -> Any:
+    await asyncio.sleep(60)
 
-    async def never() -> Any:
-        await asyncio.sleep(60)
 
-    async def leaves() -> Any:
-        await asyncio.sleep(0.01)
-        return {"type": "http.disconnect"}
+async def leaves() -> Any:
+    await asyncio.sleep(0.01)
+    return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
-        await asyncio.sleep(0)
 
-    async def broken(message: Any) -> None:
-        raise OSError("gone")
+async def send(message: Any) -> None:
+    await asyncio.sleep(0)
 
-    async def endless() -> Any:
-        while True:
-            await asyncio.sleep(0.001)
-            yield b"data: x\n\n"
 
-    async def failing() -> Any:
+async def broken_send(message: Any) -> None:
+    raise OSError("gone")
+
+
+async def endless() -> Any:
+    while True:
+        await asyncio.sleep(0.001)
         yield b"data: x\n\n"
-        raise InferenceError("broken")
 
-    async def scenario() -> None:
-        sent, closed, caught = await run(endless(), leaves, send)
-        assert (closed, type(caught).__name__) == (1, "ClientDisconnectedError")
-        sent, closed, caught = await run(endless(), never, broken)
-        assert (closed, type(caught)) == (1, OSError)
-        sent, closed, caught = await run(failing(), never, send)
-        assert (closed, caught) == (1, None)
-        assert b'"code":"inference_failed"' in sent[2]
-        assert sent[3:] == [b"data: [DONE]\n\n", b""]
-        task = asyncio.create_task(run(endless(), never, send))
+
+async def failing() -> Any:
+    yield b"data: x\n\n"
+    raise InferenceError("broken")
+
+
+def test_a_stream_is_closed_when_the_client_leaves() -> None:
+    _, num_closed, caught = asyncio.run(answer(endless(), leaves, send))
+    assert (num_closed, type(caught).__name__) == (1, "ClientDisconnectedError")
+    _, num_closed, caught = asyncio.run(answer(endless(), stays, broken_send))
+    assert (num_closed, type(caught)) == (1, OSError)
+
+
+def test_a_stream_that_fails_says_so_and_is_closed() -> None:
+    sent, num_closed, caught = asyncio.run(answer(failing(), stays, send))
+    assert (num_closed, caught) == (1, None)
+    assert b'"code":"inference_failed"' in sent[2]
+    assert sent[3:] == [b"data: [DONE]\n\n", b""]
+
+
+def test_a_stream_that_is_cancelled_says_so_and_is_closed() -> None:
+    async def scenario() -> tuple[list[bytes], int, BaseException | None]:
+        task = asyncio.create_task(answer(endless(), stays, send))
         await asyncio.sleep(0.01)
         task.cancel()
-        sent, closed, caught = await task
-        assert (closed, type(caught)) == (1, asyncio.CancelledError)
-        assert b'"code":"unavailable"' in sent[-2]
-        assert sent[-2].endswith(b"data: [DONE]\n\n")
+        return await task
 
-    asyncio.run(scenario())
+    sent, num_closed, caught = asyncio.run(scenario())
+    assert (num_closed, type(caught)) == (1, asyncio.CancelledError)
+    assert b'"code":"unavailable"' in sent[-2]
+    assert sent[-2].endswith(b"data: [DONE]\n\n")
