@@ -98,6 +98,8 @@ def _decode_natively(
     if rows is None:
         return
     q_nHD = q_THD[rows.tokens_n]
+    if q_nHD.stride()[1:] != (q_nHD.shape[2], 1):
+        q_nHD = q_nHD.contiguous()
     in_place = isinstance(rows.tokens_n, slice)
     out_nHD = out_THD[rows.tokens_n] if in_place else torch.empty(q_nHD.shape, dtype=q_nHD.dtype)
     kernels.attend(
