@@ -42,6 +42,11 @@ def embed(
     batch_rows: options.BatchRows = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_num_seqs: options.MaxNumSeqs = None,
+    async_scheduling: options.AsyncScheduling = None,
+    kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
+    kv_cache_memory_share: options.KvCacheMemoryShare = None,
+    block_size: options.BlockSize = None,
+    enable_prefix_caching: options.EnablePrefixCaching = None,
 ) -> None:
     """Embed the texts of a file. Memory stays constant, however long the file is.
 

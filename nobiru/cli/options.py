@@ -175,7 +175,7 @@ SchedulingPolicy = Annotated[
     ),
 ]
 KvCacheMemoryBytes = Annotated[
-    int | None, _option(CACHE, "Memory for keys and values of a language model.", "a share of what is free")
+    int | None, _option(CACHE, "Memory for keys and values of a causal model.", "a share of what is free")
 ]
 KvCacheMemoryShare = Annotated[
     float | None,

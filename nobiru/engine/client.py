@@ -24,7 +24,18 @@ from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine import messages
 from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
 from nobiru.engine.ledger import Entry, Ledger
-from nobiru.engine.messages import Abort, Crashed, EngineState, Loaded, Probe, ProbeDone, StartFailed, StepDone, Stop
+from nobiru.engine.messages import (
+    Abort,
+    Crashed,
+    EngineState,
+    Idle,
+    Loaded,
+    Probe,
+    ProbeDone,
+    StartFailed,
+    StepDone,
+    Stop,
+)
 from nobiru.engine.rank_spec import RankSpec
 from nobiru.engine.recorder import FlightRecorder
 from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor
@@ -235,6 +246,8 @@ class ZmqClient:
         match message:
             case StepDone():
                 self._step_done(rank, message)
+            case Idle():
+                self._observer.observe_engine(message.state)
             case ProbeDone():
                 self.last_forward_s = time.monotonic()
                 if (future := self._probes.get(message.nonce)) is not None and not future.done():

@@ -141,13 +141,19 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag="step_done", kw
     compute_s: float
 
 
+class Idle(msgspec.Struct, frozen=True, array_like=True, tag="idle", kw_only=True):
+    """There is no work any more, because what was left was aborted."""
+
+    state: EngineState
+
+
 class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probe_done", kw_only=True):
     """The forward pass of a probe has ended."""
 
     nonce: int
 
 
-FromRank = Loaded | StartFailed | Crashed | StepDone | ProbeDone
+FromRank = Loaded | StartFailed | Crashed | StepDone | Idle | ProbeDone
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

@@ -31,6 +31,7 @@ from nobiru.engine.messages import (
     Failure,
     Generate,
     Generated,
+    Idle,
     Loaded,
     Probe,
     ProbeDone,
@@ -63,6 +64,7 @@ class RankServer:
         self._slices: dict[int, range] = {}
         self._probes: list[int] = []
         self._num_preemptions = 0
+        self._sent_state = EngineState()
         self._stopping = False
 
     def run(self) -> None:
@@ -74,6 +76,9 @@ class RankServer:
                 self._send_results(output)
                 if not self._core.is_executing:
                     self._recorder.step_ends()
+            elif self._sent_state.num_running or self._sent_state.num_waiting:
+                self._sent_state = EngineState()
+                self._socket.send(messages.encode(Idle(state=self._sent_state)))
             self._answer_probes(forward_pass_done=output is not None)
 
     def _receive_all(self) -> None:
@@ -180,6 +185,7 @@ class RankServer:
             num_prompt_tokens=sum(each.num_prompt_tokens for each in begun),
         )
         self._num_preemptions = scheduler.num_preemptions
+        self._sent_state = state
         return state
 
     def _forget_slices(self) -> None:
