@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -85,8 +86,8 @@ def conforms(value: Any, schema: Any, root: Any) -> bool:
         )
     if isinstance(value, str):
         if "\ufffd" in value:  # the library takes the bytes of half a surrogate pair for one character
-            return len(value.replace("\ufffd", "")) <= schema.get("maxLength", 100)
-        return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 100)
+            return len(value.replace("\ufffd", "")) <= schema.get("maxLength", 1000)
+        return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 1000)
     if isinstance(value, int) and "multipleOf" in schema:
         return value % int(schema["multipleOf"]) == 0
     return not isinstance(value, int) or schema.get("minimum", value) <= value <= schema.get("maximum", value)
@@ -147,12 +148,16 @@ def eos_of(folder: ModelFolder) -> tuple[int, ...]:
     return folder.generation.eos_token_ids
 
 
+@functools.cache
+def ending_tokens(path: Path, vocab_size: int) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    return [token_id for token_id in range(vocab_size) if (tokenizer.id_to_token(token_id) or "")[:1] in set('"}]')]
+
+
 def random_logits(folder: ModelFolder, generator: torch.Generator, num_rows: int) -> torch.Tensor:
     """Any token may come, those that end something more often, or texts would be long."""
     logits_BV = torch.randn(num_rows, folder.vocab_size, generator=generator) * 3
-    tokens, _ = read_vocabulary(folder, folder.vocab_size)
-    ending = [number for number, token in enumerate(tokens) if token and token[0] in '"}]']
-    logits_BV[:, [*ending, *eos_of(folder)]] += 7
+    logits_BV[:, [*ending_tokens(folder.path, folder.vocab_size), *eos_of(folder)]] += 7
     return logits_BV
 
 
