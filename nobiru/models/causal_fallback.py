@@ -185,6 +185,25 @@ class _AttentionInterface:
         return out_THD[None], None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TrialRun:
+    """The first step has all of a text but the last `num_left` tokens, each later one `num_later`."""
+
+    num_left: int
+    num_later: int
+
+    def next_end(self, start: int, length: int) -> int:
+        return min(length, start + self.num_later if start else max(length - self.num_left, 1))
+
+
+# In one go, cut once, and token by token at the end.
+_TRIAL_RUNS = (
+    _TrialRun(num_left=0, num_later=1),
+    _TrialRun(num_left=11, num_later=11),
+    _TrialRun(num_left=3, num_later=1),
+)
+
+
 class _Trial:
     """Finds out at load time whether a model runs over the cache, on random token ids."""
 
@@ -205,10 +224,8 @@ class _Trial:
         output_class, shape = self._measure(body, interface)
         head = _Head(self._model, output_class) if self._folder.task == "generate" else None
         decoder = CausalFallback(body, head, interface, shape, self._folder.vocab_size)
-        # In one go, cut once, and token by token behind the first ones.
-        for first, step in ((max(_TRIAL_LENGTHS) + _MAX_TRIAL_WINDOW, 1), (7, 10_000), (2, 1)):
-            found = self._results(decoder, shape, first, step)
-            self._compare(found, expected)
+        for run in _TRIAL_RUNS:
+            self._compare(self._results(decoder, shape, run), expected)
         return decoder
 
     def _own_results(self) -> list[Tensor]:
@@ -241,8 +258,8 @@ class _Trial:
         )
         return type(output), shape
 
-    def _results(self, decoder: CausalFallback, shape: _CacheShape, first: int, step: int) -> list[Tensor]:
-        """Our results for all texts together, `first` tokens of each in the first step and `step` in each behind it."""
+    def _results(self, decoder: CausalFallback, shape: _CacheShape, run: _TrialRun) -> list[Tensor]:
+        """Our results for all texts together."""
         lengths = [ids_L.shape[0] for ids_L in self._texts]
         counts = [-(-length // _TRIAL_BLOCK_SIZE) for length in lengths]
         free = iter(np.random.default_rng(1).permutation(sum(counts)).tolist())
@@ -251,7 +268,7 @@ class _Trial:
         results: list[list[Tensor]] = [[] for _ in lengths]
         starts = [0] * len(lengths)
         while unfinished := [index for index, length in enumerate(lengths) if starts[index] < length]:
-            ends = [min(lengths[index], starts[index] + (step if starts[index] else first)) for index in unfinished]
+            ends = [run.next_end(starts[index], lengths[index]) for index in unfinished]
             layout = PagedLayout(
                 np.array([starts[index] for index in unfinished]),
                 np.array([end - starts[index] for index, end in zip(unfinished, ends, strict=True)]),
