@@ -55,7 +55,8 @@ class Sampler:
     def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequestError` for options that `sample` would fail on: token ids, a schema that has no grammar.
 
-        Compiles the schema, so that the first step finds it ready.
+        Compiles the schema, so that the first step finds it ready. `UnavailableError` while an earlier schema that took
+        too long is still being compiled.
         """
         _checked_bias(params, self._vocab_size)
         if params.json_schema is not None:
