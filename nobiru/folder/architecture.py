@@ -94,6 +94,11 @@ def read_architecture(path: Path) -> Architecture:
     config = read_object(file)
     model_type = typed(config, "model_type", str, file)
     _refuse_remote_code(config, model_type, file)
+    if isinstance(config.get("text_config"), dict) and config.get("hidden_size") is None:
+        raise ModelFolderError(
+            f"{file}: field 'text_config' says that {model_type!r} is a model of more than text, such as images; only "
+            "texts can be served"
+        )
     architectures = config.get("architectures") or [""]
     class_name = str(architectures[0]) if isinstance(architectures, list) else ""
     is_causal = _is_causal(config, model_type, class_name)

@@ -63,6 +63,11 @@ def test_decoders_that_predict_no_tokens(folder: Path, class_name: str) -> None:
     assert class_name in message
 
 
+def test_a_model_of_images_too(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="gemma3", hidden_size=None, text_config={"hidden_size": 8})
+    assert "'text_config'" in refusal(folder)
+
+
 def test_a_folder_that_names_no_class(folder: Path) -> None:
     edit_json(folder / "config.json", architectures=None)
     assert read_folder(folder).task == "generate"
