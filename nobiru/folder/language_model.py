@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nobiru.errors import InvalidRequestError, ModelFolderError
+from nobiru.errors import ModelFolderError
 from nobiru.folder.files import read_object
 from nobiru.folder.spec import GenerationSpec
-from nobiru.generation import SamplingParams
 
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# The least and the most that a request may ask for, see `nobiru.generation.SamplingParams`.
+_SAMPLING_FIELDS = {
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 2**31),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-9, 100.0),
+}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -52,11 +58,15 @@ def _sampling_defaults(fields: Mapping[str, Any], file: Path) -> dict[str, float
     sample at temperature 1, so the folder's numbers are the better ones even where it leaves `do_sample` out; vLLM
     takes them in the same way.
     """
-    defaults = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
-    try:
-        SamplingParams(**defaults)
-    except InvalidRequestError as error:
-        raise ModelFolderError(f"{file}: {error.message}") from None
+    defaults = {}
+    for name, (least, most) in _SAMPLING_FIELDS.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        kinds = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            raise ModelFolderError(f"{file}: field {name!r} is {value!r}; it must be from {least:g} to {most:g}")
+        defaults[name] = value
     return defaults
 
 

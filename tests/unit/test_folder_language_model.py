@@ -12,6 +12,7 @@ from small_tokenizers import edit_json, write_folder, write_json
 from nobiru.errors import ConfigError, ModelFolderError
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import GenerationSpec, ModelFolder
+from nobiru.generation import SamplingParams
 
 
 @pytest.fixture
@@ -108,6 +109,13 @@ class TestSamplingDefaults:
         write_json(folder / "generation_config.json", fields | do_sample)
         assert generation(folder).sampling_defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
 
+    def test_whatever_a_folder_may_say_a_request_may_ask_for(self, folder: Path) -> None:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        for values in ((0, -1, 1e-9, 0.0, 1e-9), (100.0, 2**31, 1, 1.0, 100)):
+            fields = dict(zip(names, values, strict=True))
+            write_json(folder / "generation_config.json", fields)
+            SamplingParams(**generation(folder).sampling_defaults)  # type: ignore[arg-type]
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [("temperature", -1), ("top_k", 0.5), ("top_p", "0.9"), ("min_p", 2), ("repetition_penalty", 0)],
@@ -116,7 +124,7 @@ class TestSamplingDefaults:
         file = write_json(folder / "generation_config.json", {name: value})
         message = refusal(folder)
         assert str(file) in message
-        assert f"{name} is {value!r}" in message
+        assert f"'{name}' is {value!r}" in message
 
 
 class TestChatTemplate:
