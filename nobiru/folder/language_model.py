@@ -58,7 +58,7 @@ def _sampling_defaults(fields: Mapping[str, Any], file: Path) -> dict[str, float
     sample at temperature 1, so the folder's numbers are the better ones even where it leaves `do_sample` out; vLLM
     takes them in the same way.
     """
-    defaults = {}
+    defaults: dict[str, float] = {}
     for name, (least, most) in _SAMPLING_FIELDS.items():
         value = fields.get(name)
         if value is None:
