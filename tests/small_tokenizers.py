@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog while the cat sleeps in the sun.",
@@ -117,6 +117,23 @@ def _trained(kind: str) -> str:
 def small_tokenizer(kind: str) -> Tokenizer:
     """A tokenizer of `kind` "wordpiece", "unigram", "albert" (unigram) or "byte_bpe", with special tokens around."""
     return Tokenizer.from_str(_trained(kind))
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama's: spaces are ▁, what is not in the vocabulary becomes bytes, a first space is stripped in decoding."""
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False, limit_alphabet=60)
+    trained.train_from_iterator(SENTENCES[:4], trainer)
+    tokenizer = Tokenizer(trained.model)  # in which bytes are no special tokens
+    tokenizer.normalizer = trained.normalizer
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special[:3]])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
 
 
 def special_tokens(kind: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.files import read_object
@@ -37,7 +37,21 @@ _ROBERTA_TOKENS = {
     "pad_token": "<pad>",
     "mask_token": "<mask>",
 }
+_GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+_LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_GEMMA_TOKENS = {
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+    "mask_token": "<mask>",
+}
 _MAX_CHARS_PER_WORD = 100  # longer words are [UNK]
+# How Qwen2 cuts texts before its vocabulary is applied.
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS_AT_SPACES = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
 
@@ -276,6 +290,61 @@ def _build_deberta_v2(tokenizer: Tokenizer, files: _Files) -> None:
     _surround(tokenizer, files, "cls_token", "sep_token")
 
 
+def _build_llama(tokenizer: Tokenizer, files: _Files) -> None:
+    """SentencePiece with byte fallback; a file that is byte-level all the same counts as it is."""
+    if _is_byte_level(tokenizer):
+        return
+    prefixed = files.flag("add_prefix_space", True)
+    scheme = "never" if not prefixed else "always" if files.flag("legacy", False) else "first"
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(content=" ", left=1)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence([*_pieces_decoder(), *strip])
+    _set_unknown(tokenizer, byte_fallback=True)
+
+
+def _build_gemma(tokenizer: Tokenizer, files: _Files) -> None:
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous", invert=False)
+    tokenizer.decoder = decoders.Sequence(_pieces_decoder())
+    _set_unknown(tokenizer, byte_fallback=True, unk_token=files.named["unk_token"])
+
+
+def _build_gpt2(tokenizer: Tokenizer, files: _Files) -> None:
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=files.flag("add_prefix_space", False))
+    tokenizer.decoder = decoders.ByteLevel()
+    _set_unknown(tokenizer, byte_fallback=False)
+
+
+def _build_qwen2(tokenizer: Tokenizer, files: _Files) -> None:
+    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated", invert=False)
+    prefixed = files.flag("add_prefix_space", False)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    _set_unknown(tokenizer, byte_fallback=False)
+
+
+def _pieces_decoder() -> list[Any]:
+    return [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def _set_unknown(tokenizer: Tokenizer, *, byte_fallback: bool, unk_token: str | None = None) -> None:
+    """What becomes of characters that are not in the vocabulary."""
+    model = tokenizer.model
+    assert isinstance(model, models.BPE), "the table says so"
+    model.fuse_unk = model.byte_fallback = byte_fallback
+    model.unk_token = unk_token
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder)
+    return any(b'"ByteLevel"' in part.__getstate__() for part in parts if part is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pipeline:
     """`build` works on tokenizers whose model is a `model`; `tokens` are the special ones unless files name others."""
@@ -309,6 +378,15 @@ _ALBERT = _Pipeline(
 )
 _DEBERTA_V2 = _Pipeline(model=models.Unigram, tokens=_BERT_TOKENS, build=_build_deberta_v2)
 
+_LLAMA = _Pipeline(model=models.BPE, tokens=_LLAMA_TOKENS, build=_build_llama)
+_GEMMA = _Pipeline(model=models.BPE, tokens=_GEMMA_TOKENS, build=_build_gemma)
+_GPT2 = _Pipeline(model=models.BPE, tokens=_GPT2_TOKENS, build=_build_gpt2)
+_QWEN2 = _Pipeline(
+    model=models.BPE,
+    tokens=dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    build=_build_qwen2,
+)
+
 _WORDPIECE_CLASSES = {
     "BertTokenizer": _BERT,
     "ConvBertTokenizer": _BERT,
@@ -327,7 +405,11 @@ _PIPELINES = {
     "CamembertTokenizer": _XLM_ROBERTA,
     "DebertaTokenizer": _Pipeline(model=models.BPE, tokens=_BERT_TOKENS, build=_build_byte_bpe),
     "DebertaV2Tokenizer": _DEBERTA_V2,
+    "GPT2Tokenizer": _GPT2,
+    "GemmaTokenizer": _GEMMA,
+    "LlamaTokenizer": _LLAMA,
     "LongformerTokenizer": _Pipeline(model=models.BPE, tokens=_ROBERTA_TOKENS, build=_build_byte_bpe),
+    "Qwen2Tokenizer": _QWEN2,
     "RobertaTokenizer": _Pipeline(model=models.BPE, tokens=_ROBERTA_TOKENS, build=_build_byte_bpe),
     "T5Tokenizer": _T5,
     "XLMRobertaTokenizer": _XLM_ROBERTA,
@@ -343,6 +425,10 @@ _CLASS_OF_MODEL_TYPE = {
     "distilbert": "BertTokenizer",
     "electra": "BertTokenizer",
     "funnel": "FunnelTokenizer",
+    "gemma": "GemmaTokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "gpt2": "GPT2Tokenizer",
     "gte": "XLMRobertaTokenizer",
     "jina_embeddings_v3": "XLMRobertaTokenizer",
     "layoutlm": "BertTokenizer",
@@ -353,6 +439,12 @@ _CLASS_OF_MODEL_TYPE = {
     "mt5": "T5Tokenizer",
     "nezha": "BertTokenizer",
     "nomic_bert": "BertTokenizer",
+    "phi": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+    "qwen3_next": "Qwen2Tokenizer",
     "roberta": "RobertaTokenizer",
     "roberta-prelayernorm": "RobertaTokenizer",
     "squeezebert": "BertTokenizer",
@@ -361,4 +453,8 @@ _CLASS_OF_MODEL_TYPE = {
     "xmod": "XLMRobertaTokenizer",
 }
 # Architectures whose folders often name a wrong class; AutoTokenizer takes their tokenizer.json as it is.
-_GENERIC_MODEL_TYPES = frozenset({"modernbert", "nystromformer", "umt5", "xlm-roberta-xl"})
+_GENERIC_MODEL_TYPES = frozenset(
+    {"modernbert", "nystromformer", "umt5", "xlm-roberta-xl"}
+    | {"ernie4_5", "ernie4_5_moe", "jamba", "minicpm3", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron"}
+    | {"phi3", "phimoe"}
+)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_models import stories260k
-from small_tokenizers import SENTENCES, small_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from small_tokenizers import SENTENCES, byte_fallback_tokenizer, small_tokenizer
+from tokenizers import Tokenizer, decoders
 
 from nobiru.frontend.detokenizer import Detokenizer
 from nobiru.frontend.token_texts import TokenTexts
@@ -28,7 +28,7 @@ KINDS = ("wordpiece", "unigram", "byte_bpe", "byte_fallback", "byte_in_sequence"
 @functools.cache
 def tokenizer_of(kind: str) -> Tokenizer:
     if kind == "byte_fallback":
-        return _byte_fallback()
+        return byte_fallback_tokenizer()
     if kind == "byte_in_sequence":
         tokenizer = small_tokenizer("byte_bpe")
         tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
@@ -40,23 +40,6 @@ def tokenizer_of(kind: str) -> Tokenizer:
         "byte_bpe": decoders.ByteLevel(),
     }[kind]
     return tokenizer
-
-
-def _byte_fallback() -> Tokenizer:
-    """As Llama's: spaces are ▁, what is not in the vocabulary becomes bytes, a first space is stripped."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False, limit_alphabet=60)
-    tokenizer.train_from_iterator(SENTENCES[:4], trainer)
-    plain = Tokenizer(tokenizer.model)  # without the special ones that training had
-    plain.normalizer = tokenizer.normalizer
-    plain.add_special_tokens([AddedToken(token, special=True) for token in special[:3]])
-    plain.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return plain
 
 
 @functools.cache
