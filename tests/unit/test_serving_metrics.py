@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nobiru.engine.messages import EngineState
 from nobiru.errors import ConfigError
 from nobiru.metrics import Metrics
 from nobiru.serving.logs import configure_logging
@@ -51,6 +52,40 @@ def test_what_happened_can_be_read_back() -> None:
     assert found["nobiru_queued_requests",] == 4
     assert found["nobiru_queued_tokens",] == 500
     assert found["nobiru_estimated_wait_seconds",] == 2.5
+
+
+def test_what_generation_measures() -> None:
+    metrics = Metrics()
+    metrics.observe_first_token(0.2)
+    for _ in range(3):
+        metrics.observe_inter_token(0.02)
+    metrics.count_generated_tokens(3)
+    metrics.count_generated_tokens(1)
+    metrics.observe_generation(finish_reason="length", seconds_per_token=0.02)
+    metrics.observe_generation(finish_reason="stop", seconds_per_token=None)
+    for step in range(2):
+        metrics.observe_engine(
+            EngineState(
+                num_running=3 - step,
+                num_waiting=step,
+                kv_usage=0.25,
+                num_preemptions=1,
+                num_cached_tokens=16,
+                num_prompt_tokens=40,
+            )
+        )
+    found = samples(metrics)
+    assert found["nobiru_time_to_first_token_seconds_sum",] == pytest.approx(0.2)
+    assert found["nobiru_inter_token_seconds_count",] == 3
+    assert found["nobiru_time_per_output_token_seconds_count",] == 1
+    assert found["nobiru_generated_tokens_total",] == 4
+    assert found["nobiru_request_success_total", "finish_reason=length"] == 1
+    assert found["nobiru_request_success_total", "finish_reason=stop"] == 1
+    assert (found["nobiru_running_sequences",], found["nobiru_waiting_sequences",]) == (2, 1)
+    assert found["nobiru_kv_cache_usage_ratio",] == 0.25
+    assert found["nobiru_preemptions_total",] == 2
+    assert found["nobiru_prefix_cache_hit_tokens_total",] == 32
+    assert found["nobiru_prefix_cache_query_tokens_total",] == 80
 
 
 def test_two_servers_share_nothing() -> None:
