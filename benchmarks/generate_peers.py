@@ -391,6 +391,7 @@ def report(
 
 def main() -> int:
     args = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that run_engine ends its worker
     try:
         result = run(args)
     except ValueError as error:

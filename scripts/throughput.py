@@ -97,9 +97,9 @@ def inputs(shortest: int, longest: int, count: int) -> list[list[int]]:
     return [rng.integers(4, 4000, size=length).tolist() for length in lengths]
 
 
-def measure(llm: LLM, shortest: int, longest: int, seconds: float) -> list[float]:
+def measure(llm: LLM, shortest: int, longest: int, *, num_prompts: int, seconds: float) -> list[float]:
     """Tokens per second of several calls, for at least `seconds` together."""
-    prompts = inputs(shortest, longest, 256)
+    prompts = inputs(shortest, longest, num_prompts)
     num_tokens = sum(map(len, prompts))
     llm.embed(prompts, use_tqdm=False)
     rates: list[float] = []
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--model", help="model folder (default: MiniLM's shape with random weights)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="separated by commas")
+    parser.add_argument("--prompts", type=int, default=256, help="texts in one call")
     parser.add_argument("--seconds", type=float, default=3, help="for each row of the table")
     args = parser.parse_args()
     table = Table("dtype", "inputs", "tokens/s", "range", title=f"LLM.embed, device {args.device}")
@@ -132,7 +133,7 @@ def main() -> None:
         for dtype in args.dtypes.split(","):
             llm = LLM(folder, dtype=dtype, device=args.device)
             for name, (shortest, longest) in SETS.items():
-                rates = measure(llm, shortest, longest, args.seconds)
+                rates = measure(llm, shortest, longest, num_prompts=args.prompts, seconds=args.seconds)
                 table.add_row(
                     dtype, name, f"{statistics.median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}"
                 )

@@ -32,6 +32,8 @@ def render(summary: Summary, setting: Mapping[str, str]) -> RenderableType:
         table.add_row(f"Mean {label} (ms)", f"{latency.mean:,.2f}")
         table.add_row(f"Median {label} (ms)", f"{latency.median:,.2f}")
         for number, value_ms in latency.percentiles.items():
+            if number == 50:
+                continue  # the median, which is there
             table.add_row(f"P{number:g} {label} (ms)", f"{value_ms:,.2f}")
     errors = list(summary.errors.items())
     lines = [Text(f"{count} failed: {error}", style="red") for error, count in errors[:MAX_ERRORS_SHOWN]]
