@@ -1,14 +1,17 @@
 """Root mean square normalization (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
 
-Shape legend: T tokens, C hidden size, H heads, D values a head; "…" stands for any.
+Shape legend: T tokens, C hidden size, H heads of queries and keys, D values a head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nobiru.ops.native.library import kernels_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +22,9 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        return F.rms_norm(x_TC, self.weight_C.shape, self.weight_C, self.eps)
+        kernels = kernels_for(x_TC)
+        normed_TC = None if kernels is None else kernels.rms_norm(x_TC, self.weight_C, self.eps)
+        return F.rms_norm(x_TC, self.weight_C.shape, self.weight_C, self.eps) if normed_TC is None else normed_TC
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,3 +36,17 @@ class HeadNorm:
 
     def __call__(self, x_THD: Tensor) -> Tensor:
         return F.rms_norm(x_THD, self.weight_HD.shape[1:], None, self.eps).mul_(self.weight_HD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectionNorm:
+    """The same over all values of the queries, and over all values of the keys; the first `num_heads` are queries."""
+
+    weight_HD: Tensor
+    num_heads: int
+    eps: float
+
+    def __call__(self, x_THD: Tensor) -> Tensor:
+        parts = x_THD.split_with_sizes((self.num_heads, x_THD.shape[1] - self.num_heads), 1)
+        normalized = [F.rms_norm(part, part.shape[1:], None, self.eps) for part in parts]
+        return torch.cat(normalized, 1).mul_(self.weight_HD)

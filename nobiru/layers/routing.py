@@ -33,7 +33,7 @@ class Router(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftmaxRouter:
-    """Softmax over all experts in float32, then the best `top_k` (Mixtral, https://arxiv.org/abs/2401.04088, and others).
+    """Softmax over all experts in float32, then the best `top_k`, as Mixtral (https://arxiv.org/abs/2401.04088) has it.
 
     `normalizes` divides the weights by their sum; `rounds` rounds them to the dtype of hidden states.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,17 @@ from torch import Tensor
 from nobiru.folder.rope import RopeSpec, read_rope
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.activation import Activation
-from nobiru.layers.decoder_block import DecoderBlock
+from nobiru.layers.decoder_block import DecoderBlock, FeedForward, GatedMlp, SelfAttention
 from nobiru.layers.linear import Linear, make_linear
-from nobiru.layers.rms_norm import HeadNorm, RmsNorm
+from nobiru.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
 from nobiru.layers.rotary import KINDS, Rotary, side_by_side
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
 from nobiru.models.weights import ModelWeights, Precision
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
+
+# What is normalized of queries and keys: each head, or all heads together.
+QkNorm = Literal["head", "projection"]
 
 _TABLE = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -58,7 +62,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    has_qk_norm: bool = False
+    qk_norm: QkNorm | None = None
+    qkv_clip: float | None = None
 
 
 class Decoder:
@@ -111,7 +116,8 @@ def read_decoder(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
-    has_qk_norm: bool = False,
+    qk_norm: QkNorm | None = None,
+    qkv_clip: float | None = None,
 ) -> DecoderConfig:
     """The sizes in `config.json`, by the names that all these families use; the rest is the family's."""
     fields = ConfigFields(folder, DECODER_LIMITS)
@@ -142,7 +148,8 @@ def read_decoder(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
-        has_qk_norm=has_qk_norm,
+        qk_norm=qk_norm,
+        qkv_clip=qkv_clip,
     )
 
 
@@ -179,8 +186,8 @@ def load_decoder(folder: ModelFolder, config: DecoderConfig, precision: Precisio
         device=device,
     )
     words_VC, head = _read_ends(weights, config, folder)
-    blocks = [_read_block(weights, f"layers.{layer}.", config, window) for layer, window in enumerate(config.windows)]
-    norm = _read_norm(weights, "norm", config)
+    blocks = [_read_block(weights, layer, config, None) for layer in range(config.num_layers)]
+    norm = read_norm(weights, "norm", config)
     weights.finish()
     rotary = Rotary(config.rope, head_size=config.head_size, num_positions=folder.max_model_len, device=device)
     return Decoder(config, words_VC=words_VC, rotary=rotary, blocks=blocks, norm=norm, head=head)
@@ -196,37 +203,51 @@ def _read_ends(weights: ModelWeights, config: DecoderConfig, folder: ModelFolder
         return weights.take_table(_TABLE, *shape), None
     if not weights.has(_HEAD):
         words_VC = weights.take(_TABLE, *shape)
-        return words_VC, make_linear(words_VC, None, few_rows=True)
+        return words_VC, make_linear(words_VC, None, natively=True)
     head_VC = weights.take(_HEAD, *shape)
     words_VC = weights.take_table(_TABLE, *shape)
     if config.is_tied and torch.equal(words_VC.to(head_VC.dtype), head_VC):
         words_VC = head_VC
-    return words_VC, make_linear(head_VC, None, few_rows=True)
+    return words_VC, make_linear(head_VC, None, natively=True)
 
 
-def _read_block(weights: ModelWeights, prefix: str, config: DecoderConfig, window: int | None) -> DecoderBlock:
-    hidden, intermediate, head_size = config.hidden_size, config.intermediate_size, config.head_size
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
+def _read_block(weights: ModelWeights, layer: int, config: DecoderConfig, mlp: FeedForward | None) -> DecoderBlock:
+    """The layer; its feed-forward is `mlp`, or the gated one in the file."""
+    prefix = f"layers.{layer}."
     return DecoderBlock(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=head_size,
-        window=window,
-        attention_norm=_read_norm(weights, f"{prefix}input_layernorm", config),
-        qkv=_read_qkv(weights, attention, config),
-        qk_norm=_read_qk_norm(weights, attention, config) if config.has_qk_norm else None,
-        attention_out=_read_linear(
-            weights, f"{attention}o_proj", hidden, config.num_heads * head_size, has_bias=config.out_bias
-        ),
-        mlp_norm=_read_norm(weights, f"{prefix}post_attention_layernorm", config),
+        attention_norm=read_norm(weights, f"{prefix}input_layernorm", config),
+        attention=_read_attention(weights, f"{prefix}self_attn.", config, config.windows[layer]),
+        mlp_norm=read_norm(weights, f"{prefix}post_attention_layernorm", config),
+        mlp=mlp or read_mlp(weights, f"{prefix}mlp.", config, config.intermediate_size),
+    )
+
+
+def read_mlp(weights: ModelWeights, prefix: str, config: DecoderConfig, intermediate_size: int) -> GatedMlp:
+    """The gated feed-forward of the tensors `{prefix}gate_proj`, `up_proj` and `down_proj`."""
+    hidden_size = config.hidden_size
+    gate_up = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+    return GatedMlp(
         gate_up=make_linear(
-            weights.take_rows([f"{name}.weight" for name in gate_up], intermediate, hidden),
-            weights.take_rows([f"{name}.bias" for name in gate_up], intermediate) if config.mlp_bias else None,
-            few_rows=True,
+            weights.take_rows([f"{name}.weight" for name in gate_up], intermediate_size, hidden_size),
+            weights.take_rows([f"{name}.bias" for name in gate_up], intermediate_size) if config.mlp_bias else None,
+            natively=True,
         ),
         activation=config.activation,
-        down=_read_linear(weights, f"{mlp}down_proj", hidden, intermediate, has_bias=config.mlp_bias),
+        down=read_linear(weights, f"{prefix}down_proj", hidden_size, intermediate_size, has_bias=config.mlp_bias),
+    )
+
+
+def _read_attention(weights: ModelWeights, prefix: str, config: DecoderConfig, window: int | None) -> SelfAttention:
+    num_values = config.num_heads * config.head_size
+    return SelfAttention(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        window=window,
+        qkv=_read_qkv(weights, prefix, config),
+        qk_norm=_read_qk_norm(weights, prefix, config) if config.qk_norm else None,
+        clip=config.qkv_clip,
+        out=read_linear(weights, f"{prefix}o_proj", config.hidden_size, num_values, has_bias=config.out_bias),
     )
 
 
@@ -242,22 +263,27 @@ def _read_qkv(weights: ModelWeights, prefix: str, config: DecoderConfig) -> Line
         return torch.cat(parts)
 
     bias = fused("bias") if config.qkv_bias else None
-    return make_linear(fused("weight", config.hidden_size), bias, few_rows=True)
+    return make_linear(fused("weight", config.hidden_size), bias, natively=True)
 
 
-def _read_qk_norm(weights: ModelWeights, prefix: str, config: DecoderConfig) -> HeadNorm:
+def _read_qk_norm(weights: ModelWeights, prefix: str, config: DecoderConfig) -> HeadNorm | ProjectionNorm:
+    num_heads, num_kv_heads, head_size = config.num_heads, config.num_kv_heads, config.head_size
+    whole = config.qk_norm == "projection"
     of_queries, of_keys = (
-        side_by_side(weights.take(f"{prefix}{name}.weight", config.head_size), config.head_size)
-        for name in ("q_norm", "k_norm")
+        side_by_side(weights.take(f"{prefix}{name}.weight", num * head_size), head_size).view(num, head_size)
+        for name, num in (("q_norm", num_heads if whole else 1), ("k_norm", num_kv_heads if whole else 1))
     )
-    heads = [of_queries] * config.num_heads + [of_keys] * config.num_kv_heads
-    return HeadNorm(weight_HD=torch.stack(heads), eps=config.norm_eps)
+    if whole:
+        weight_HD = torch.cat((of_queries, of_keys))
+        return ProjectionNorm(weight_HD=weight_HD, num_heads=num_heads, eps=config.norm_eps)
+    weight_HD = torch.cat((of_queries.expand(num_heads, -1), of_keys.expand(num_kv_heads, -1)))
+    return HeadNorm(weight_HD=weight_HD, eps=config.norm_eps)
 
 
-def _read_norm(weights: ModelWeights, name: str, config: DecoderConfig) -> RmsNorm:
+def read_norm(weights: ModelWeights, name: str, config: DecoderConfig) -> RmsNorm:
     return RmsNorm(weight_C=weights.take(f"{name}.weight", config.hidden_size), eps=config.norm_eps)
 
 
-def _read_linear(weights: ModelWeights, name: str, num_out: int, num_in: int, *, has_bias: bool) -> Linear:
+def read_linear(weights: ModelWeights, name: str, num_out: int, num_in: int, *, has_bias: bool) -> Linear:
     bias_O = weights.take(f"{name}.bias", num_out) if has_bias else None
-    return make_linear(weights.take(f"{name}.weight", num_out, num_in), bias_O, few_rows=True)
+    return make_linear(weights.take(f"{name}.weight", num_out, num_in), bias_O, natively=True)

@@ -33,7 +33,7 @@ def load_qwen3(folder: ModelFolder, precision: Precision, device: torch.device) 
         default_head_size=_QWEN3_HEAD_SIZE,
         qkv_bias=bias,
         out_bias=bias,
-        has_qk_norm=True,
+        qk_norm="head",
     )
     return load_decoder(folder, config, precision, device)
 
