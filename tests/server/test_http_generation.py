@@ -439,10 +439,12 @@ def test_tokenize_and_back(server: ServerProcess) -> None:
     assert post(server, "/tokenize", messages=CHAT, prompt="a").status_code == 400
 
 
-def test_the_routes_are_described(server: ServerProcess) -> None:
+def test_every_field_is_described(server: ServerProcess) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     for path in ("/v1/completions", "/v1/chat/completions", "/detokenize"):
-        assert "requestBody" in paths[path]["post"]
+        body = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        known = refusal(server, path, no_such_field=1)["message"].rpartition("known are ")[2].split(", ")
+        assert set(body["properties"]) - {"suffix"} == set(known) - {"suffix"}
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -50,7 +50,8 @@ def test_models_and_their_aliases(server: ServerProcess) -> None:
 def test_documentation_names_every_route_and_field(server: ServerProcess) -> None:
     paths = get(server, "/openapi.json").json()["paths"]
     assert set(paths) == {
-        *("/v1/embeddings", "/v1/models", "/v1/models/{model_id}", "/tokenize"),
+        *("/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id}"),
+        *("/tokenize", "/detokenize"),
         *("/health", "/ready", "/version", "/metrics", "/elastic/status"),
     }
     body = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]["schema"]
