@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nobiru.ops.native.library import kernels_for
+from nobiru.ops.scratch import Buffer
+
 
 @dataclass(frozen=True, slots=True)
 class Activation:
@@ -34,6 +37,18 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 _GELU = Activation(_gelu, ("gelu", "none"))
 _GELU_TANH = Activation(_gelu_tanh, ("gelu", "tanh"))
 _SILU = Activation(lambda x: F.silu(x, inplace=True), ("swish", ""))
+
+
+def gated_product(gate_up_T2G: Tensor, activation: Activation, buffer: Buffer | None = None) -> Tensor:
+    """activation(gate) * up, [T, G], in the buffer's memory if there is one; may overwrite its argument."""
+    gate_TG, up_TG = gate_up_T2G.chunk(2, -1)
+    kernels = kernels_for(gate_up_T2G) if activation is _SILU else None
+    shape = up_TG.shape
+    out_TG = torch.empty_like(up_TG) if buffer is None else buffer.take(*shape, dtype=up_TG.dtype)
+    if kernels is not None and kernels.silu_product(gate_up_T2G, out_TG):
+        return out_TG
+    return torch.mul(activation.apply(gate_TG), up_TG, out=out_TG)
+
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {

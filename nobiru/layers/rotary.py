@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nobiru.folder.rope import RopeSpec
+from nobiru.ops.native.library import kernels_for
 
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
@@ -36,6 +37,9 @@ class Rotary:
 
 def turn(x_THD: Tensor, turns_T1P: Tensor) -> None:
     """Turn queries and keys in place; the arithmetic is float32 whatever the dtype."""
+    kernels = kernels_for(x_THD)
+    if kernels is not None and kernels.turn(x_THD, turns_T1P):
+        return
     if x_THD.dtype == torch.float32:
         _turn(x_THD, turns_T1P)
         return

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nobiru.ops.native.library import Kernels, load_kernels
+from nobiru.ops.native.library import Kernels, kernels_for, load_kernels
 from nobiru.ops.paged_groups import Chunk, DecodeGroup, FreshGroup, decode_rows, plan_decoding, plan_prefill
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Buffer
@@ -51,8 +51,10 @@ def paged_attention(
     A token sees itself and what is before it, with `window` w the w - 1 tokens before it at most. `softcap` c maps
     scores x to c * tanh(x / c). Fewer key heads than query heads are shared by neighbouring query heads.
     """
-    cache.keys_NSKD.flatten(0, 1).index_copy_(0, layout.slots_T, k_TKD)
-    cache.values_NSKD.flatten(0, 1).index_copy_(0, layout.slots_T, v_TKD)
+    kernels = kernels_for(q_THD)
+    if kernels is None or not kernels.put(k_TKD, v_TKD, layout.slots_T, cache.keys_NSKD, cache.values_NSKD):
+        cache.keys_NSKD.flatten(0, 1).index_copy_(0, layout.slots_T, k_TKD)
+        cache.values_NSKD.flatten(0, 1).index_copy_(0, layout.slots_T, v_TKD)
     place, dtype, head_size = q_THD.device, q_THD.dtype, q_THD.shape[-1]
     if softcap is None and ragged_kernel_serves(place, dtype, head_size):
         follows_table = block_table_serves(place, dtype, head_size, cache.block_size)
@@ -62,8 +64,7 @@ def paged_attention(
     else:
         out_THD = buffer.take(*q_THD.shape, dtype=q_THD.dtype)
     attend = _Attend(scale, softcap)
-    kernels = load_kernels() if place.type == "cpu" and attends_natively(dtype, head_size) else None
-    if kernels is not None:
+    if kernels is not None and kernels.attends(dtype, head_size):
         _decode_natively(kernels, q_THD, cache, layout, out_THD, scale, window, softcap)
     else:
         for decoding in plan_decoding(layout, window, dtype):
@@ -76,12 +77,6 @@ def paged_attention(
     for chunk in prefill.chunks:
         out_THD[chunk.tokens] = _chunk(q_THD, cache, chunk, attend)
     return out_THD
-
-
-def attends_natively(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether sequences with one token go through a kernel of our own on CPUs."""
-    kernels = load_kernels()
-    return kernels is not None and kernels.attends(dtype, head_size)
 
 
 def _decode_natively(
@@ -121,7 +116,8 @@ def paged_attention_path(device: torch.device, dtype: torch.dtype, head_size: in
     """The name of the way that attention runs, for people."""
     if ragged_kernel_serves(device, dtype, head_size):
         return "paged, varlen_attn"
-    if device.type == "cpu" and attends_natively(dtype, head_size):
+    kernels = load_kernels() if device.type == "cpu" else None
+    if kernels is not None and kernels.attends(dtype, head_size):
         return "paged, native kernel for single tokens"
     return "paged, groups of similar shape"
 

@@ -1,13 +1,14 @@
-/* Operations on a CPU that read as few bytes as possible: products of few rows with a weight matrix, and attention of one
- * token per sequence over a KV cache in blocks. Compiled on the machine that runs it; see nobiru/ops/native/library.py.
+/* What a decoder does on a CPU, token by token: products with weight matrices, attention of one token per sequence over
+ * a KV cache in blocks, and what happens to rows in between. Compiled on the machine that runs it; see library.py.
  *
  * Vectors are GCC's vector extensions, so that one source serves every instruction set; only the product of pairs of
  * bfloat16 values is an intrinsic. Threads are OpenMP's, as many as the caller says.
- * Memory is that of torch tensors; nothing is allocated here and nothing is checked: callers do both.
+ * Memory is that of torch tensors; nothing is checked here: callers do.
  */
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #ifdef __AVX512BF16__
@@ -47,11 +48,37 @@ INLINE bf16 to_bf16(float x) {
     memcpy(&bits, &x, 4);
     return x != x ? 0x7fc0 : (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+INLINE void store_bf16(bf16 *p, vec x) {
+    ivec bits = (ivec)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    ivec is_nan = (ivec)(x != x);
+    *(hvec_u *)p = __builtin_convertvector((bits & ~is_nan) | (0x7fc0 & is_nan), hvec);
+}
 INLINE float get_f32(const float *p) { return *p; }
 INLINE float get_bf16(const bf16 *p) { return from_bf16(*p); }
 INLINE void set_f32(float *p, float x) { *p = x; }
 INLINE void set_bf16(bf16 *p, float x) { *p = to_bf16(x); }
 INLINE vec splat(float x) { return x - (vec){0}; }
+INLINE float total(vec x) {
+    float sum = 0;
+    UNROLL for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+/* e to the power of x, within 2 units in the last place; 0 below -87, infinity above 88. x = n ln 2 + r. */
+INLINE vec power_of_e(vec x) {
+    const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    ivec is_small = (ivec)(x < splat(-87.0f)), is_large = (ivec)(x > splat(88.0f));
+    vec n = (x * 1.44269504f + shift) - shift;
+    vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    vec y = splat(1.38888889e-3f);
+    y = y * r + 8.33333333e-3f;
+    y = y * r + 4.16666667e-2f;
+    y = y * r + 1.66666667e-1f;
+    y = y * r + 0.5f;
+    y = (y * r + 1.0f) * r + 1.0f;
+    ivec power = __builtin_convertvector(n + 127.0f, ivec) << 23;
+    return (vec)(((ivec)(y * (vec)power) & ~is_small & ~is_large) | ((ivec)splat(INFINITY) & is_large));
+}
 
 int32_t panel_width(void) { return WIDTH; }
 
@@ -65,7 +92,7 @@ int32_t multiplies_bf16_pairs(void) {
 
 /* ---- y = x @ weight.T + bias ---------------------------------------------------------------------------------------
  *
- * The weight is in panels of WIDTH outputs, [panels, inputs, WIDTH]; for pairs of bfloat16 [panels, inputs / 2, WIDTH, 2].
+ * The weight is in panels of WIDTH outputs, [panels, inputs, WIDTH]; for pairs [panels, inputs / 2, WIDTH, 2].
  * Missing outputs of the last panel are zeros. x is [rows, inputs] with `stride` values from row to row, y is
  * [rows, outputs]. A tile is up to MAX_ROWS rows by one panel, and its sums stay in registers.
  */
@@ -79,7 +106,9 @@ int32_t multiplies_bf16_pairs(void) {
     }
 
 PUT(put_f32, float, set_f32)
+#ifdef __AVX512BF16__
 PUT(put_bf16, bf16, set_bf16)
+#endif
 
 #define TILE(NAME, WEIGHT, LOAD)                                                                                       \
     INLINE void NAME(const int rows, const WEIGHT *w, const float *x, long stride, long inputs, float *sums_out) {     \
@@ -87,7 +116,6 @@ PUT(put_bf16, bf16, set_bf16)
         UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (vec){0};                                      \
         for (long k = 0; k < inputs; k++, w += WIDTH) {                                                                \
             vec w0 = LOAD(w), w1 = LOAD(w + LANES);                                                                    \
-            __builtin_prefetch((const char *)w + 1024);                                                                \
             UNROLL for (int r = 0; r < rows; r++) {                                                                    \
                 vec value = splat(x[r * stride + k]);                                                                  \
                 sums[r][0] += value * w0;                                                                              \
@@ -109,8 +137,6 @@ INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride
     UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (long k = 0; k < inputs; k += 2, w += 2 * WIDTH) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 2 * LANES);
-        __builtin_prefetch((const char *)w + 1024);
-        __builtin_prefetch((const char *)w + 1088);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t pair;
             memcpy(&pair, x + r * stride + k, 4);
@@ -126,52 +152,77 @@ INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride
 }
 #endif
 
-#define TILE_ROWS(TILE_NAME, N)                                                                                        \
+#define CASE(TILE_NAME, N)                                                                                             \
     case N:                                                                                                            \
-        TILE_NAME(N, w, x_block, stride, inputs, sums);                                                                \
+        TILE_NAME(N, w, x, stride, inputs, sums);                                                                      \
         break;
 
 #if MAX_ROWS == 12
-#define ALL_ROWS(T)                                                                                                    \
-    TILE_ROWS(T, 1) TILE_ROWS(T, 2) TILE_ROWS(T, 3) TILE_ROWS(T, 4) TILE_ROWS(T, 5) TILE_ROWS(T, 6) TILE_ROWS(T, 7)    \
-    TILE_ROWS(T, 8) TILE_ROWS(T, 9) TILE_ROWS(T, 10) TILE_ROWS(T, 11) TILE_ROWS(T, 12)
+#define ALL_CASES(T)                                                                                                   \
+    CASE(T, 1) CASE(T, 2) CASE(T, 3) CASE(T, 4) CASE(T, 5) CASE(T, 6) CASE(T, 7) CASE(T, 8) CASE(T, 9) CASE(T, 10)     \
+    CASE(T, 11) CASE(T, 12)
 #else
-#define ALL_ROWS(T)                                                                                                    \
-    TILE_ROWS(T, 1) TILE_ROWS(T, 2) TILE_ROWS(T, 3) TILE_ROWS(T, 4) TILE_ROWS(T, 5) TILE_ROWS(T, 6)
+#define ALL_CASES(T) CASE(T, 1) CASE(T, 2) CASE(T, 3) CASE(T, 4) CASE(T, 5) CASE(T, 6)
 #endif
 
-/* Rows are cut into equal blocks. Threads take panels. */
-#define LINEAR(NAME, TILE_NAME, PUT_NAME, WEIGHT, X, Y)                                                                \
-    void NAME(const WEIGHT *weight, const float *bias, const X *x, long stride, Y *y, long rows, long inputs,          \
-              long outputs, int threads) {                                                                             \
-        long panels = (outputs + WIDTH - 1) / WIDTH, blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;                        \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
-        for (long panel = 0; panel < panels; panel++) {                                                                \
-            const WEIGHT *w = weight + panel * inputs * WIDTH;                                                         \
-            const float *bias_panel = bias ? bias + panel * WIDTH : 0;                                                 \
-            int count = (int)(outputs - panel * WIDTH < WIDTH ? outputs - panel * WIDTH : WIDTH);                      \
-            for (long block = 0; block < blocks; block++) {                                                            \
-                long first = block * rows / blocks, last = (block + 1) * rows / blocks;                                \
-                const X *x_block = x + first * stride;                                                                 \
-                float sums[MAX_ROWS * WIDTH];                                                                          \
-                switch (last - first) { ALL_ROWS(TILE_NAME) }                                                          \
-                PUT_NAME(sums, (int)(last - first), y + first * outputs + panel * WIDTH, outputs, count, bias_panel);  \
-            }                                                                                                          \
+/* One panel of outputs for all rows, which are cut into equal blocks. */
+#define PANEL(NAME, TILE_NAME, PUT_NAME, WEIGHT, X, Y)                                                                 \
+    static void NAME(const WEIGHT *w, const float *bias, const X *all_x, long stride, Y *y, long rows, long inputs,    \
+                     long outputs, int count) {                                                                        \
+        long blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;                                                                \
+        for (long block = 0; block < blocks; block++) {                                                                \
+            long first = block * rows / blocks, last = (block + 1) * rows / blocks;                                    \
+            const X *x = all_x + first * stride;                                                                       \
+            float sums[MAX_ROWS * WIDTH];                                                                              \
+            switch (last - first) { ALL_CASES(TILE_NAME) }                                                             \
+            PUT_NAME(sums, (int)(last - first), y + first * outputs, outputs, count, bias);                            \
         }                                                                                                              \
     }
 
-LINEAR(linear_f32, tile_f32, put_f32, float, float, float)
-LINEAR(linear_bf16, tile_bf16, put_f32, bf16, float, float)
+PANEL(panel_f32, tile_f32, put_f32, float, float, float)
+PANEL(panel_bf16, tile_bf16, put_f32, bf16, float, float)
 #ifdef __AVX512BF16__
-LINEAR(linear_pairs, tile_pairs, put_bf16, bf16, bf16, bf16)
+PANEL(panel_pairs, tile_pairs, put_bf16, bf16, bf16, bf16)
+#endif
+
+/* For many rows bfloat16 weights are widened once per panel; in `wide` there is room for one. */
+static void panel_widened(const bf16 *w, const float *bias, const float *x, long stride, float *y, long rows,
+                          long inputs, long outputs, int count, float *wide) {
+    for (long i = 0; i < inputs * WIDTH; i += LANES) store_f32(wide + i, load_bf16(w + i));
+    panel_f32(wide, bias, x, stride, y, rows, inputs, outputs, count);
+}
+
+/* Threads take panels. */
+#define LINEAR(NAME, WEIGHT, X, Y, PREPARE, COMPUTE, END)                                                              \
+    void NAME(const WEIGHT *weight, const float *bias, const X *x, long stride, Y *y, long rows, long inputs,          \
+              long outputs, int threads) {                                                                             \
+        long panels = (outputs + WIDTH - 1) / WIDTH;                                                                   \
+        _Pragma("omp parallel num_threads(threads)") {                                                                 \
+            PREPARE;                                                                                                   \
+            _Pragma("omp for schedule(static)") for (long panel = 0; panel < panels; panel++) {                        \
+                const WEIGHT *w = weight + panel * inputs * WIDTH;                                                     \
+                const float *b = bias ? bias + panel * WIDTH : 0;                                                      \
+                Y *out = y + panel * WIDTH;                                                                            \
+                int count = (int)(outputs - panel * WIDTH < WIDTH ? outputs - panel * WIDTH : WIDTH);                  \
+                COMPUTE;                                                                                               \
+            }                                                                                                          \
+            END;                                                                                                       \
+        }                                                                                                              \
+    }
+
+LINEAR(linear_f32, float, float, float, , panel_f32(w, b, x, stride, out, rows, inputs, outputs, count), )
+LINEAR(linear_bf16, bf16, float, float, float *wide = rows > MAX_ROWS ? malloc(inputs * WIDTH * sizeof(float)) : 0,
+       if (wide) panel_widened(w, b, x, stride, out, rows, inputs, outputs, count, wide);
+       else panel_bf16(w, b, x, stride, out, rows, inputs, outputs, count), free(wide))
+#ifdef __AVX512BF16__
+LINEAR(linear_pairs, bf16, bf16, bf16, , panel_pairs(w, b, x, stride, out, rows, inputs, outputs, count), )
 #endif
 
 /* ---- attention of one token per sequence ----------------------------------------------------------------------------
  *
  * q is [sequences, heads, size], keys and values [blocks, block_size, key_heads, size], out [sequences, heads, size].
- * Scores of a piece of the context at a time; the maximum so far is kept, and sums are scaled when it rises (Milakov and
- * Gimelshein 2018, https://arxiv.org/abs/1805.02867). A task is one key head of one sequence, with up to MAX_GROUP of
- * its query heads.
+ * Scores of a piece of the context at a time; the maximum so far is kept, and sums are scaled when it rises (Milakov
+ * and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A task is one key head of one sequence.
  */
 
 #define PIECE 64
@@ -188,21 +239,21 @@ struct attention {
     int threads;
 };
 
-INLINE float total(vec x) {
-    float sum = 0;
-    UNROLL for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
-
 /* The next `count` scores of one head: weights in their place, the running sum, and the factor for what was mixed. */
 static float weigh(float *scores, int count, float softcap, float *highest, float *sum) {
     if (softcap > 0)
         for (int t = 0; t < count; t++) scores[t] = softcap * tanhf(scores[t] / softcap);
     float top = *highest;
     for (int t = 0; t < count; t++) top = scores[t] > top ? scores[t] : top;
-    float shrink = expf(*highest - top), added = 0;
-    for (int t = 0; t < count; t++) added += scores[t] = expf(scores[t] - top);
-    *highest = top, *sum = *sum * shrink + added;
+    for (int t = count; t < PIECE; t++) scores[t] = -INFINITY;
+    vec added = {0};
+    for (int t = 0; t < count; t += LANES) {
+        vec weights = power_of_e(load_f32(scores + t) - top);
+        store_f32(scores + t, weights);
+        added += weights;
+    }
+    float shrink = expf(*highest - top);
+    *highest = top, *sum = *sum * shrink + total(added);
     return shrink;
 }
 
@@ -285,3 +336,65 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
 
 ATTEND(attend_f32, float, load_f32, get_f32, set_f32)
 ATTEND(attend_bf16, bf16, load_bf16, get_bf16, set_bf16)
+
+/* ---- rows -----------------------------------------------------------------------------------------------------------
+ *
+ * What happens to rows of hidden states between those products. Sums and steps in between are float32.
+ */
+
+#define ROWS(T, LOAD, STORE)                                                                                           \
+    /* out = x / sqrt(mean(x * x) + eps) * weight */                                                                   \
+    void rms_norm_##T(const T *x, long stride, const T *weight, T *out, long rows, long size, float eps, int threads) {\
+        _Pragma("omp parallel for schedule(static) num_threads(threads)") for (long r = 0; r < rows; r++) {            \
+            const T *row = x + r * stride;                                                                             \
+            vec squares = {0};                                                                                         \
+            for (long i = 0; i < size; i += LANES) squares += LOAD(row + i) * LOAD(row + i);                           \
+            float factor = 1.0f / sqrtf(total(squares) / (float)size + eps);                                           \
+            for (long i = 0; i < size; i += LANES)                                                                     \
+                STORE(out + r * size + i, LOAD(row + i) * factor * LOAD(weight + i));                                  \
+        }                                                                                                              \
+    }                                                                                                                  \
+    /* out = gate * sigmoid(gate) * up; x holds gate and up side by side, size values each */                          \
+    void silu_product_##T(const T *x, T *out, long rows, long size, int threads) {                                     \
+        _Pragma("omp parallel for schedule(static) num_threads(threads)") for (long r = 0; r < rows; r++)              \
+            for (long i = 0; i < size; i += LANES) {                                                                   \
+                vec gate = LOAD(x + 2 * r * size + i), up = LOAD(x + (2 * r + 1) * size + i);                          \
+                STORE(out + r * size + i, gate / (1.0f + power_of_e(-gate)) * up);                                     \
+            }                                                                                                          \
+    }                                                                                                                  \
+    /* Pairs of values (a, b) become (a c - b s, b c + a s); turns are (c, s), [rows, size / 2, 2] */                  \
+    void turn_pairs_##T(T *x, long stride, const float *turns, long rows, long heads, long size, int threads) {        \
+        _Pragma("omp parallel for schedule(static) num_threads(threads)") for (long r = 0; r < rows; r++)              \
+            for (long head = 0; head < heads; head++)                                                                  \
+                for (long i = 0; i < size; i += LANES) {                                                               \
+                    T *place = x + r * stride + head * size + i;                                                       \
+                    vec value = LOAD(place), turn = load_f32(turns + r * size + i);                                    \
+                    vec swapped = SHUFFLE(value, SWAPPED), c = SHUFFLE(turn, EVENS), s = SHUFFLE(turn, ODDS);          \
+                    STORE(place, value * c + swapped * s * SIGNS);                                                     \
+                }                                                                                                      \
+    }                                                                                                                  \
+    /* Keys and values of tokens, `size` values each, into their slots; both slots and tokens are rows */              \
+    void put_rows_##T(const T *keys, long key_stride, const T *values, long value_stride, const int64_t *slots,        \
+                      T *cached_keys, T *cached_values, long rows, long size) {                                        \
+        for (long r = 0; r < rows; r++) {                                                                              \
+            memcpy(cached_keys + slots[r] * size, keys + r * key_stride, size * sizeof(T));                            \
+            memcpy(cached_values + slots[r] * size, values + r * value_stride, size * sizeof(T));                      \
+        }                                                                                                              \
+    }
+
+#define SHUFFLE(x, order) __builtin_shuffle(x, (ivec)order)
+#if LANES == 16
+#define SWAPPED {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}
+#define EVENS {0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14}
+#define ODDS {1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15}
+#define SIGNS (vec){-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1}
+#else
+#define SWAPPED {1, 0, 3, 2, 5, 4, 7, 6}
+#define EVENS {0, 0, 2, 2, 4, 4, 6, 6}
+#define ODDS {1, 1, 3, 3, 5, 5, 7, 7}
+#define SIGNS (vec){-1, 1, -1, 1, -1, 1, -1, 1}
+#endif
+
+typedef float f32;
+ROWS(f32, load_f32, store_f32)
+ROWS(bf16, load_bf16, store_bf16)

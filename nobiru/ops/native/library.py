@@ -41,6 +41,7 @@ _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
 # Fewer multiplications than this are not worth a second thread.
 _MIN_PARALLEL_PRODUCTS = 100_000
+_MIN_PARALLEL_VALUES = 30_000
 
 
 class _Attention(ctypes.Structure):
@@ -82,9 +83,14 @@ class Kernels:
         self._linear_f32 = self._declare_linear("linear_f32")
         self._linear_bf16 = self._declare_linear("linear_bf16")
         self._linear_pairs = self._declare_linear("linear_pairs") if self.multiplies_pairs else None
-        self._attend = {torch.float32: library.attend_f32, torch.bfloat16: library.attend_bf16}
-        for function in self._attend.values():
-            function.argtypes, function.restype = (ctypes.c_void_p,), None
+        pointer, number, flag, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+        self._attend = self._by_dtype("attend", pointer)
+        self._rms_norm = self._by_dtype("rms_norm", pointer, number, pointer, pointer, number, number, real, flag)
+        self._silu_product = self._by_dtype("silu_product", pointer, pointer, number, number, flag)
+        self._turn = self._by_dtype("turn_pairs", pointer, number, pointer, number, number, number, flag)
+        self._put = self._by_dtype(
+            "put_rows", pointer, number, pointer, number, pointer, pointer, pointer, number, number
+        )
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, *, in_pairs: bool = False) -> PackedWeight:
         """float32 or bfloat16 weights as panels; with `in_pairs` for bfloat16 inputs and outputs, else for float32."""
@@ -163,12 +169,92 @@ class Kernels:
         )
         self._attend[q_nHD.dtype](ctypes.addressof(arguments))
 
+    def rms_norm(self, x_RI: Tensor, weight_I: Tensor, eps: float) -> Tensor | None:
+        """x / sqrt(mean(x²) + eps) * weight, [R, I]; None for shapes that the kernel does not take."""
+        num_rows, size = x_RI.shape
+        if size % self._lanes or x_RI.stride(1) != 1 or x_RI.dtype != weight_I.dtype:
+            return None
+        out_RI = torch.empty(num_rows, size, dtype=x_RI.dtype)
+        self._rms_norm[x_RI.dtype](
+            x_RI.data_ptr(),
+            x_RI.stride(0),
+            weight_I.data_ptr(),
+            out_RI.data_ptr(),
+            num_rows,
+            size,
+            eps,
+            _num_threads(num_rows * size),
+        )
+        return out_RI
+
+    def silu_product(self, gate_up_R2G: Tensor, out_RG: Tensor) -> bool:
+        """out = silu(gate) * up; False for shapes that the kernel does not take."""
+        num_rows, size = out_RG.shape
+        if size % self._lanes or not gate_up_R2G.is_contiguous() or not out_RG.is_contiguous():
+            return False
+        self._silu_product[out_RG.dtype](
+            gate_up_R2G.data_ptr(), out_RG.data_ptr(), num_rows, size, _num_threads(num_rows * size)
+        )
+        return True
+
+    def turn(self, x_RHD: Tensor, turns_R1P: Tensor) -> bool:
+        """Multiplies pairs of neighbours in x, as complex numbers, by turns (complex64); False as above."""
+        num_rows, num_heads, size = x_RHD.shape
+        if size % self._lanes or x_RHD.stride()[1:] != (size, 1) or not turns_R1P.is_contiguous():
+            return False
+        self._turn[x_RHD.dtype](
+            x_RHD.data_ptr(),
+            x_RHD.stride(0),
+            turns_R1P.data_ptr(),
+            num_rows,
+            num_heads,
+            size,
+            _num_threads(num_rows * num_heads * size),
+        )
+        return True
+
+    def put(self, k_RKD: Tensor, v_RKD: Tensor, slots_R: Tensor, keys_NSKD: Tensor, values_NSKD: Tensor) -> bool:
+        """Keys and values into their slots of the cache; False as above."""
+        num_rows, num_heads, size = k_RKD.shape
+        row = (size, 1)
+        if k_RKD.stride()[1:] != row or v_RKD.stride()[1:] != row or k_RKD.dtype != keys_NSKD.dtype:
+            return False
+        self._put[k_RKD.dtype](
+            k_RKD.data_ptr(),
+            k_RKD.stride(0),
+            v_RKD.data_ptr(),
+            v_RKD.stride(0),
+            slots_R.data_ptr(),
+            keys_NSKD.data_ptr(),
+            values_NSKD.data_ptr(),
+            num_rows,
+            num_heads * size,
+        )
+        return True
+
+    def _by_dtype(self, name: str, *kinds: type) -> dict[torch.dtype, ctypes._NamedFuncPointer]:
+        functions = {torch.float32: self._library[f"{name}_f32"], torch.bfloat16: self._library[f"{name}_bf16"]}
+        for function in functions.values():
+            function.argtypes, function.restype = kinds, None
+        return functions
+
     def _declare_linear(self, name: str) -> ctypes._NamedFuncPointer:
         function = self._library[name]
-        pointer, number = ctypes.c_void_p, ctypes.c_long
-        function.argtypes = (pointer, pointer, pointer, number, pointer, number, number, number, ctypes.c_int)
+        pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        function.argtypes = (pointer, pointer, pointer, number, pointer, number, number, number, flag)
         function.restype = None
         return function
+
+
+def _num_threads(num_values: int) -> int:
+    return 1 if num_values < _MIN_PARALLEL_VALUES else torch.get_num_threads()
+
+
+def kernels_for(x: Tensor) -> Kernels | None:
+    """The kernels, if they take tensors like this."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return load_kernels()
 
 
 @functools.cache
@@ -189,16 +275,16 @@ def load_kernels() -> Kernels | None:
 
 def _compiled() -> ctypes.CDLL:
     """The library, from the cache folder or made now; OSError or SubprocessError say what is missing."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
+    compiler = shutil.which("gcc") or shutil.which("cc")
     flags = machine.cpu_flags()
-    command = (compiler or "cc", *_OPTIONS)
+    command = (compiler or "gcc", *_OPTIONS)
     facts = "\n".join((_SOURCE.read_text(encoding="utf-8"), *command, platform.machine(), *sorted(flags)))
     name = f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.so"
     folder = _own_folder(env.cache_folder() / "native")
     if folder is not None and (folder / name).is_file():
         return ctypes.CDLL(str(folder / name))
     if compiler is None:
-        raise OSError("there is no C compiler (cc or gcc)")
+        raise OSError("there is no C compiler (gcc or cc)")
     with tempfile.TemporaryDirectory(prefix="nobiru-") as scratch:
         target = Path(scratch) / name
         _compile([*command, str(_SOURCE), "-o", str(target), "-lm"])

@@ -1,0 +1,228 @@
+"""The kernels in C against torch in float64, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nobiru.ops.native import library
+from nobiru.ops.native.library import Kernels, load_kernels
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def avx2(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels as a processor with AVX2 only gets them; other tests take what this one gets."""
+    target = tmp_path_factory.mktemp("kernels") / "avx2.so"
+    options = [option for option in library._OPTIONS if not option.startswith("-march")]
+    command = ["gcc", *options, "-march=haswell", str(library._SOURCE), "-o", str(target), "-lm"]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("the compiler makes nothing for AVX2")
+    return Kernels(ctypes.CDLL(str(target)))
+
+
+def kernels_of(kind: str, request: pytest.FixtureRequest) -> Kernels:
+    if kind == "avx2":
+        found: Kernels = request.getfixturevalue("avx2")
+        return found
+    kernels = load_kernels()
+    assert kernels is not None, "there is a compiler, so there are kernels"
+    return kernels
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["this", "avx2"])
+@pytest.mark.parametrize("threads", [1, 2])
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 40),
+    num_in=st.integers(1, 70),
+    num_out=st.integers(1, 100) | st.integers(1000, 1100),
+    biased=st.booleans(),
+    kinds=st.sampled_from(["float32", "halved", "pairs"]),
+    gap=st.integers(0, 3),
+)
+def test_linear(
+    kind: str,
+    threads: int,
+    rows: int,
+    num_in: int,
+    num_out: int,
+    biased: bool,
+    kinds: str,
+    gap: int,
+    request: pytest.FixtureRequest,
+) -> None:
+    kernels = kernels_of(kind, request)
+    if kinds == "pairs" and (num_in % 2 or not kernels.multiplies_pairs):
+        return
+    random = torch.Generator().manual_seed(rows * num_in)
+    x = torch.randn(rows, num_in + gap, generator=random)[:, :num_in]
+    weight, bias = torch.randn(num_out, num_in, generator=random), torch.randn(num_out, generator=random)
+    dtype = torch.bfloat16 if kinds == "pairs" else torch.float32
+    if kinds != "float32":
+        weight = weight.bfloat16()
+    x = x.to(dtype)
+    out = torch.empty(rows, num_out, dtype=dtype)
+    packed = kernels.pack(weight, bias if biased else None, in_pairs=kinds == "pairs")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        kernels.linear(x, packed, out)
+    finally:
+        torch.set_num_threads(num_threads)
+    expected = x.double() @ weight.double().mT + (bias.double() if biased else 0)
+    tolerance = 3e-2 if kinds == "pairs" else 1e-4
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["this", "avx2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("rows", "heads", "size"), [(1, 3, 16), (5, 4, 64), (700, 3, 32)])
+def test_rows(
+    kind: str, dtype: torch.dtype, tolerance: float, rows: int, heads: int, size: int, request: pytest.FixtureRequest
+) -> None:
+    kernels = kernels_of(kind, request)
+    random = torch.Generator().manual_seed(rows)
+    wide = (torch.randn(rows, heads * size + 16, generator=random) * 4).to(dtype)
+    x, weight = wide[:, 16:], torch.randn(heads * size, generator=random).to(dtype)
+    normed = kernels.rms_norm(x, weight, 1e-5)
+    exact = x.double()
+    expected = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    assert normed is not None and normed.dtype == dtype
+    torch.testing.assert_close(normed.double(), expected, atol=tolerance, rtol=tolerance)
+
+    gate_up = x.contiguous().view(rows, heads, size)[:, :2].flatten(1).contiguous()
+    product = torch.empty(rows, size, dtype=dtype)
+    assert kernels.silu_product(gate_up, product)
+    gate, up = gate_up.double().chunk(2, -1)
+    torch.testing.assert_close(product.double(), gate * gate.sigmoid() * up, atol=tolerance, rtol=tolerance)
+
+    angles = torch.rand(rows, 1, size // 2, generator=random) * 7
+    turned = wide.clone()
+    heads_of_x = turned[:, 16:].view(rows, heads, size)
+    expected_turn = torch.view_as_complex(heads_of_x.double().view(rows, heads, -1, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    assert kernels.turn(heads_of_x, torch.polar(torch.ones_like(angles), angles))
+    torch.testing.assert_close(
+        heads_of_x.double(), torch.view_as_real(expected_turn).flatten(2).double(), atol=tolerance * 4, rtol=tolerance
+    )
+    assert torch.equal(turned[:, :16], wide[:, :16])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["this", "avx2"])
+def test_silu_at_the_ends_of_the_range(kind: str, request: pytest.FixtureRequest) -> None:
+    gate = torch.tensor([0.0, -0.0, 1e-30, -1e-3, 80, -80, 87.5, -87.5, 100, -100, 1e30, -1e30, 3e38, -3e38, 5, -5])
+    gate_up = torch.stack([gate, torch.ones(16)]).view(1, 32)
+    product = torch.empty(1, 16)
+    assert kernels_of(kind, request).silu_product(gate_up, product)
+    torch.testing.assert_close(product[0].double(), torch.nn.functional.silu(gate.double()), atol=1e-30, rtol=1e-5)
+
+
+@needs_compiler
+def test_what_is_not_a_number_stays_so() -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(2, 32, dtype=dtype)
+        x[1, 3] = float("nan")
+        normed = kernels.rms_norm(x, torch.ones(32, dtype=dtype), 1e-6)
+        assert normed is not None and normed[0].isfinite().all() and normed[1].isnan().all()
+        product = torch.empty(2, 16, dtype=dtype)
+        assert kernels.silu_product(x, product)
+        assert product.isnan().sum() == 1 and product[1, 3].isnan()
+
+
+@needs_compiler
+def test_odd_shapes_are_left_to_torch() -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    x = torch.ones(2, 3, 20)
+    assert kernels.rms_norm(x[:, 0], torch.ones(20), 1e-6) is None
+    assert not kernels.silu_product(x[:, 0], torch.ones(2, 10))
+    assert not kernels.turn(x, torch.ones(2, 1, 10, dtype=torch.complex64))
+    assert not kernels.attends(torch.float32, 20) and not kernels.attends(torch.float16, 32)
+
+
+class TestLoading:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "nobiru" / "native"
+
+    def load(self, caplog: pytest.LogCaptureFixture) -> tuple[Kernels | None, str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger=library.__name__):
+            kernels = load_kernels.__wrapped__()
+        return kernels, caplog.text
+
+    @needs_compiler
+    def test_the_second_time_nothing_is_compiled(
+        self, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.load(caplog)[0] is not None
+        (compiled,) = cache.iterdir()
+        assert compiled.suffix == ".so" and cache.stat().st_mode & 0o777 == 0o700
+        monkeypatch.setattr(library, "_compile", lambda command: pytest.fail("compiled again"))
+        assert self.load(caplog)[0] is not None
+
+    @needs_compiler
+    def test_a_folder_that_others_can_write_to_is_not_used(self, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+        cache.mkdir(parents=True)
+        cache.chmod(0o777)
+        assert self.load(caplog)[0] is not None
+        assert not list(cache.iterdir())
+
+    def test_without_a_compiler(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        kernels, said = self.load(caplog)
+        assert kernels is None and "no C compiler" in said
+
+    def test_turned_off(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NOBIRU_NATIVE_KERNELS", "0")
+        monkeypatch.setattr(library, "_compiled", lambda: pytest.fail("compiled"))
+        assert self.load(caplog)[0] is None
+
+    @needs_compiler
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("#error nothing here", "the compiler failed"),
+            ("int nothing;", "undefined symbol"),
+        ],
+    )
+    def test_a_source_that_is_no_use(
+        self, source: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "kernels.c").write_text(source)
+        monkeypatch.setattr(library, "_SOURCE", tmp_path / "kernels.c")
+        kernels, text = self.load(caplog)
+        assert kernels is None and said in text
+
+    @needs_compiler
+    def test_wrong_products_are_noticed(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = library._SOURCE.read_text()
+        (tmp_path / "kernels.c").write_text(text.replace("sums[r][1] += value * w1;", "sums[r][1] -= value * w1;"))
+        monkeypatch.setattr(library, "_SOURCE", tmp_path / "kernels.c")
+        kernels, said = self.load(caplog)
+        assert kernels is None and "wrong product" in said
+
+    @needs_compiler
+    def test_a_compiler_that_hangs(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "_COMPILER_TIMEOUT_S", 0.01)
+        kernels, said = self.load(caplog)
+        assert kernels is None and "timed out" in said
