@@ -34,7 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     The KV cache of causal models is `kv_cache_memory_bytes` large, or the share `kv_cache_memory_share` of the memory
     that is free once the weights are loaded, in blocks of `block_size` tokens. With `async_scheduling` a step is
-    planned while the one before runs; None: on CUDA, where the device need not wait for it then.
+    planned while the one before runs; None: on CUDA, where the device need not wait for it then. A server runs
+    `data_parallel_size` ranks.
     """
 
     model: str
@@ -51,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 16
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, get_args(Dtype))
@@ -62,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _at_least("num_threads", self.num_threads, 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _at_least("block_size", self.block_size, 1)
+        _at_least("data_parallel_size", self.data_parallel_size, 1)
         share = self.kv_cache_memory_share
         if share is not None and not 0 < share <= 1:
             raise ConfigError(

@@ -18,7 +18,8 @@ from nobiru import env
 from nobiru.cli.rows import FORMATS
 from nobiru.config import EngineConfig, ServerConfig
 
-MODEL, BATCHING, CACHE, HTTP, LIMITS, LOGS = "Model", "Batching", "KV cache", "HTTP", "Limits", "Logs"
+MODEL, BATCHING, PARALLEL, CACHE = "Model", "Batching", "Parallelism", "KV cache"
+HTTP, LIMITS, LOGS = "HTTP", "Limits", "Logs"
 DEFAULT_BATCH_ROWS = 512
 INPUT, OUTPUT, VECTORS = "Input", "Output", "Vectors"
 
@@ -67,6 +68,7 @@ ENGINE_OPTIONS = _same_name(
     "async_scheduling",
 )
 SERVER_OPTIONS = (
+    *_same_name(EngineConfig, "data_parallel_size"),
     *_same_name(ServerConfig, "host", "port", "max_body_bytes", "auto_truncate", "max_queued_tokens"),
     *_same_name(ServerConfig, "rank_timeout_s", "access_log", "log_format", "log_level"),
     ConfigOption(name="served_model_name", config=ServerConfig, field="served_model_names"),
@@ -173,6 +175,10 @@ SchedulingPolicy = Annotated[
     _option(
         BATCHING, "priority (lower values first, then by arrival) or fcfs (by arrival).", _engine("scheduling_policy")
     ),
+]
+DataParallelSize = Annotated[
+    int | None,
+    _option(PARALLEL, "Rank processes, each with the whole model.", _engine("data_parallel_size")),
 ]
 KvCacheMemoryBytes = Annotated[
     int | None, _option(CACHE, "Memory for keys and values of a causal model.", "a share of what is free")

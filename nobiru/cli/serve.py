@@ -30,6 +30,7 @@ def serve(
     max_num_seqs: options.MaxNumSeqs = None,
     scheduling_policy: options.SchedulingPolicy = None,
     async_scheduling: options.AsyncScheduling = None,
+    data_parallel_size: options.DataParallelSize = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_memory_share: options.KvCacheMemoryShare = None,
     block_size: options.BlockSize = None,

@@ -1,7 +1,7 @@
-"""The HTTP process' side of the engine: hands requests to a rank process and waits for their results.
+"""The HTTP process' side of the engine: hands requests to rank processes and waits for their results.
 
 Owns the socket, the ledgers of open requests and the measured throughput. Everything runs on one event loop; no torch.
-Requests that arrive while the model loads or a rank restarts wait in the ledger.
+Requests that arrive while no rank is ready wait in the ledgers; others go to the rank that has the least to compute.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nobiru.config import EngineConfig, SchedulerConfig
 from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine import messages
 from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
+from nobiru.engine.group import RankGroup
 from nobiru.engine.ledger import Entry, Ledger
 from nobiru.engine.messages import (
     Abort,
@@ -38,7 +39,7 @@ from nobiru.engine.messages import (
 )
 from nobiru.engine.rank_spec import RankSpec
 from nobiru.engine.recorder import FlightRecorder
-from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor
+from nobiru.engine.supervisor import Rank, RankProcess
 from nobiru.errors import UnavailableError
 from nobiru.generation import GenerationRequest
 from nobiru.request import PoolingRequest, Vectors
@@ -88,16 +89,19 @@ class ZmqClient:
             ids=ids,
         )
         self._generation = GenerationStreams(ids, send_waiting=self._send_children, abort=self._abort_all)
-        self._supervisor = RankSupervisor(
+        self._group = RankGroup(
             self._launch,
+            size=config.data_parallel_size,
+            needs_all=False,
             recorder_capacity=limits.max_num_seqs,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
             on_loaded=self._on_loaded,
             on_lost=self._on_lost,
         )
-        self._serving: Rank | None = None
+        self._serving: dict[str, Rank] = {}
         self._futures: dict[Entry, asyncio.Future[Vectors]] = {}
+        self._states: dict[str, EngineState] = {}
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._num_probes = 0
         self._throughput = Throughput(half_life_s=THROUGHPUT_HALF_LIFE_S)
@@ -109,7 +113,7 @@ class ZmqClient:
 
     def launch_now(self) -> None:
         """Begin to load the model before the event loop runs."""
-        self._supervisor.launch_now()
+        self._group.launch_now()
 
     async def start(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -120,14 +124,14 @@ class ZmqClient:
             socket.setsockopt(option, 0)
         socket.bind(self._endpoint)
         self._receiver = asyncio.create_task(self._receive(socket), name="rank-messages")
-        self._supervisor.start()
-        self._receiver.add_done_callback(self._supervisor.give_up_after)
+        self._group.start()
+        self._receiver.add_done_callback(self._group.give_up_after)
 
     async def stop(self) -> None:
-        """End the rank; requests still open get an `UnavailableError`."""
-        if self._serving is not None:
-            self._send(self._serving, Stop())
-        await self._supervisor.stop()
+        """End the ranks; requests still open get an `UnavailableError`."""
+        for rank in self._serving.values():
+            self._send(rank, Stop())
+        await self._group.stop()
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
@@ -158,7 +162,7 @@ class ZmqClient:
 
     async def probe(self, timeout_s: float) -> bool:
         """Whether a forward pass ends within `timeout_s` from now."""
-        rank = self._serving
+        rank = self._idlest()
         if rank is None:
             return False
         self._num_probes += 1
@@ -174,7 +178,12 @@ class ZmqClient:
 
     @property
     def has_working_rank(self) -> bool:
-        return self._serving is not None
+        return len(self._serving) > 0
+
+    @property
+    def serving_ranks(self) -> tuple[str, ...]:
+        """The ids of the ranks that take requests."""
+        return tuple(self._serving)
 
     @property
     def queued_tokens(self) -> int:
@@ -193,20 +202,28 @@ class ZmqClient:
     @property
     def failed(self) -> asyncio.Future[str]:
         """Resolves with the cause when no rank can be brought up any more."""
-        assert self._supervisor.failed is not None, "start() comes first"
-        return self._supervisor.failed
+        assert self._group.failed is not None, "start() comes first"
+        return self._group.failed
 
     def status(self) -> dict[str, Any]:
         """The shape of `GET /elastic/status`."""
-        rank = self._supervisor.rank
-        ranks = [] if rank is None else [{"rank_id": rank.rank_id, "pid": rank.process.pid, "state": rank.state}]
-        return {"epoch": self._supervisor.num_restarts, "ranks": ranks}
+        ranks = [
+            {
+                "rank_id": rank.rank_id,
+                "pid": rank.process.pid,
+                "state": rank.state,
+                "outstanding_tokens": self._outstanding(rank.rank_id),
+            }
+            for rank in self._group.ranks
+        ]
+        return {"epoch": self._group.num_restarts, "ranks": ranks}
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def _launch(self, rank_id: str, recorder: FlightRecorder) -> RankProcess:
+    def _launch(self, position: int, rank_id: str, recorder: FlightRecorder) -> RankProcess:
         spec = RankSpec(
             rank_id=rank_id,
+            position=position,
             endpoint=self._endpoint,
             recorder_fd=recorder.fd,
             engine=self._config,
@@ -217,14 +234,14 @@ class ZmqClient:
     def _on_loaded(self, rank: Rank, message: Loaded) -> None:
         self.model_info = dict(message.info)
         self._ledger.max_slice_tokens = message.max_num_batched_tokens
-        self._serving = rank
+        self._serving[rank.rank_id] = rank
         self.last_forward_s = time.monotonic()  # loading ends with a warm-up pass
         self._send_slices()
         self._send_children()
 
     def _on_lost(self, rank: Rank, executing: Sequence[int]) -> None:
-        if self._serving is rank:
-            self._serving = None
+        self._serving.pop(rank.rank_id, None)
+        self._states.pop(rank.rank_id, None)
         self._observer.rank_restarted()
         for entry in self._ledger.rank_lost(rank.rank_id, executing):
             self._resolve(entry)
@@ -232,14 +249,23 @@ class ZmqClient:
         for future in self._probes.values():
             if not future.done():
                 future.set_result(False)
+        self._send_slices()
+        self._send_children()
+
+    def _idlest(self) -> Rank | None:
+        """The rank with the fewest tokens to compute."""
+        return min(self._serving.values(), key=lambda rank: self._outstanding(rank.rank_id), default=None)
+
+    def _outstanding(self, rank_id: str) -> int:
+        return self._ledger.tokens_on[rank_id] + self._generation.ledger.tokens_on[rank_id]
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             identity, payload = await socket.recv_multipart()
-            rank = self._supervisor.rank
-            if rank is not None and rank.rank_id.encode() == identity:
+            rank = self._group.find(identity)
+            if rank is not None:
                 self._handle(rank, messages.decode_from_rank(payload))
 
     def _handle(self, rank: Rank, message: messages.FromRank) -> None:
@@ -247,15 +273,15 @@ class ZmqClient:
             case StepDone():
                 self._step_done(rank, message)
             case Idle():
-                self._observer.observe_engine(message.state)
+                self._observe(rank, message.state)
             case ProbeDone():
                 self.last_forward_s = time.monotonic()
                 if (future := self._probes.get(message.nonce)) is not None and not future.done():
                     future.set_result(True)
             case Loaded():
-                self._supervisor.loaded(rank, message)
+                self._group.supervisor_of(rank).loaded(rank, message)
             case StartFailed() | Crashed():
-                self._supervisor.says_why(rank, message)
+                self._group.supervisor_of(rank).says_why(rank, message)
 
     def _step_done(self, rank: Rank, done: StepDone) -> None:
         rank.has_worked = True
@@ -270,11 +296,26 @@ class ZmqClient:
         self._send_slices()
         self._send_children()
         if done.state is not None:
-            self._observer.observe_engine(done.state)
+            self._observe(rank, done.state)
         self._throughput.add(done.num_tokens, done.compute_s)
         self._observer.observe_step(done.num_tokens, done.num_sequences, done.compute_s)
         for seconds in done.queue_s:
             self._observer.observe_queue(seconds)
+
+    def _observe(self, rank: Rank, state: EngineState) -> None:
+        """The metrics are those of all ranks together."""
+        self._states[rank.rank_id] = state
+        states = self._states.values()
+        self._observer.observe_engine(
+            EngineState(
+                num_running=sum(each.num_running for each in states),
+                num_waiting=sum(each.num_waiting for each in states),
+                kv_usage=sum(each.kv_usage for each in states) / len(states),
+                num_preemptions=state.num_preemptions,
+                num_cached_tokens=state.num_cached_tokens,
+                num_prompt_tokens=state.num_prompt_tokens,
+            )
+        )
 
     def _resolve(self, entry: Entry) -> None:
         future = self._futures.get(entry)
@@ -286,20 +327,18 @@ class ZmqClient:
             future.set_result(entry.vectors)
 
     def _send_slices(self) -> None:
-        rank = self._serving
-        if rank is None:
-            return
         now_s = time.monotonic()
-        for piece in self._ledger.unsent():
+        for piece in self._ledger.unsent() if self._serving else ():
+            rank = self._idlest()
+            assert rank is not None
             self._ledger.sent(piece, rank.rank_id)
             self._send(rank, piece.message(now_s))
 
     def _send_children(self) -> None:
-        rank = self._serving
-        if rank is None:
-            return
         now_s = time.monotonic()
-        for child in self._generation.unsent():
+        for child in self._generation.unsent() if self._serving else ():
+            rank = self._idlest()
+            assert rank is not None
             self._generation.ledger.sent(child, rank.rank_id)
             self._send(rank, child.message(now_s))
 
@@ -309,8 +348,8 @@ class ZmqClient:
 
     def _abort_all(self, aborts: Aborts) -> None:
         for rank_id, slice_ids in aborts.items():
-            if self._serving is not None and self._serving.rank_id == rank_id:
-                self._send(self._serving, Abort(slice_ids=slice_ids))
+            if (rank := self._serving.get(rank_id)) is not None:
+                self._send(rank, Abort(slice_ids=slice_ids))
 
     def _send(self, rank: Rank, message: messages.ToRank) -> None:
         assert self._socket is not None

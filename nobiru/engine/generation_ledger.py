@@ -11,6 +11,7 @@ count. A child that runs again takes the tokens received along, and goes on behi
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class Child:
     num_deaths: int = 0
     has_begun: bool = False
     has_ended: bool = False
+    num_outstanding: int = 0  # tokens that its rank may still compute for it
 
     def message(self, now_s: float) -> Generate:
         request = self.entry.request
@@ -76,6 +78,7 @@ class GenerationLedger:
     def __init__(self, ids: Iterator[int]) -> None:
         self.entries: set[GenerationEntry] = set()
         self.num_tokens = 0  # of prompts that have not brought a token yet
+        self.tokens_on: Counter[str] = Counter()  # that may still be computed, by rank
         self._ids = ids
         self._children: dict[int, Child] = {}
         self._unsent: list[tuple[int, int, Child]] = []
@@ -102,7 +105,9 @@ class GenerationLedger:
                 yield child
 
     def sent(self, child: Child, rank_id: str) -> None:
+        request = child.entry.request
         child.rank_id = rank_id
+        self._owe(child, request.prompt_token_ids.size + request.max_tokens)
 
     def apply(self, results: Iterable[Generated]) -> list[tuple[GenerationEntry, GenerationDelta]]:
         """Enter a step's tokens; what is new of them, by entry."""
@@ -113,6 +118,7 @@ class GenerationLedger:
                 continue
             self._begin(child)
             child.received += [token.token_id for token in result.tokens]
+            self._owe(child, child.entry.request.max_tokens - len(child.received))
             if result.finish_reason is not None:
                 self._end(child)
             delta = GenerationDelta(
@@ -173,6 +179,7 @@ class GenerationLedger:
             self.cancel(entry)
         for child in [each for each in self._children.values() if each.rank_id == rank_id]:
             self._run_again(child)
+        self.tokens_on.pop(rank_id, None)
         return ended
 
     # ---- inside ------------------------------------------------------------------------------------------------------
@@ -190,7 +197,13 @@ class GenerationLedger:
             for other in child.entry.children[1:]:
                 self._queue(other)
 
+    def _owe(self, child: Child, num_tokens: int) -> None:
+        if child.rank_id is not None:
+            self.tokens_on[child.rank_id] += num_tokens - child.num_outstanding
+        child.num_outstanding = num_tokens
+
     def _run_again(self, child: Child) -> None:
+        self._owe(child, 0)
         del self._children[child.seq_id]
         child.seq_id, child.rank_id = next(self._ids), None
         self._children[child.seq_id] = child
@@ -202,5 +215,6 @@ class GenerationLedger:
         child.has_ended = True
         del self._children[child.seq_id]
         self._begin(child)
+        self._owe(child, 0)
         if child.entry.has_ended:
             self.entries.discard(child.entry)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -62,7 +63,8 @@ class Slice:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.entry.request.prompts.lengths[self.indices].sum())
+        """Of the sequences without a result."""
+        return int(self.entry.request.prompts.lengths[list(self.left.values())].sum())
 
     def message(self, now_s: float) -> Add:
         request, offsets = self.entry.request, self.entry.offsets
@@ -104,6 +106,7 @@ class Ledger:
         self.max_slice_sequences = max_slice_sequences
         self.window = window
         self.num_tokens = 0
+        self.tokens_on: Counter[str] = Counter()  # not yet computed, by rank
         self.entries: set[Entry] = set()
         self._slice_of: dict[int, Slice] = {}
         self._unsent: list[tuple[int, int, Slice]] = []
@@ -136,6 +139,7 @@ class Ledger:
 
     def sent(self, piece: Slice, rank_id: str) -> None:
         piece.rank_id = rank_id
+        self.tokens_on[rank_id] += piece.num_tokens
 
     def put_back(self, piece: Slice) -> None:
         """A slice that could not be sent waits again, with the turn it had."""
@@ -198,6 +202,7 @@ class Ledger:
         lost = [piece for entry in self.entries for piece in entry.slices if piece.rank_id == rank_id]
         for piece in lost:
             self._run_again(piece)
+        self.tokens_on.pop(rank_id, None)
         return ended
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -240,7 +245,10 @@ class Ledger:
         del self._slice_of[seq_id]
         entry.vectors[index] = vector
         entry.num_left -= 1
-        self.num_tokens -= int(entry.request.prompts.lengths[index])
+        num_tokens = int(entry.request.prompts.lengths[index])
+        self.num_tokens -= num_tokens
+        if piece.rank_id is not None:
+            self.tokens_on[piece.rank_id] -= num_tokens
         if not piece.left:
             entry.slices.discard(piece)
             self._cut_slices(entry)
@@ -252,6 +260,8 @@ class Ledger:
         return InferenceError(where + failure.message, param="input", code=failure.code)
 
     def _drop(self, piece: Slice) -> None:
+        if piece.rank_id is not None and piece.left:
+            self.tokens_on[piece.rank_id] -= int(piece.entry.request.prompts.lengths[list(piece.left.values())].sum())
         for seq_id in piece.left:
             del self._slice_of[seq_id]
         piece.left = {}

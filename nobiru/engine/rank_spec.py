@@ -11,6 +11,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One JSON line on the rank's standard input. `recorder_fd` is an inherited descriptor."""
 
     rank_id: str
+    position: int
     endpoint: str
     recorder_fd: int
     engine: EngineConfig

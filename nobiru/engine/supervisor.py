@@ -6,9 +6,10 @@ Owns the rank's process and its state. Knows nothing of requests: `on_loaded` an
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,9 +44,13 @@ Launch = Callable[[str, FlightRecorder], RankProcess]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Rank:
-    """One rank: `rank_id` is never used again; `state` is starting, serving or dead."""
+    """One rank: `rank_id` is never used again, `position` is its place in the group.
+
+    `state` is starting, serving or dead.
+    """
 
     rank_id: str
+    position: int = 0
     process: RankProcess
     recorder: FlightRecorder
     launched_s: float
@@ -56,7 +61,10 @@ class Rank:
 
 
 class RankSupervisor:
-    """Runs from `start` to `stop`. `failed` resolves with a message when no rank can be brought up any more."""
+    """Runs from `start` to `stop`. `failed` resolves with a message when no rank can be brought up any more.
+
+    Its ranks get the next of `ids`, which supervisors of one group share, and all have the same `position`.
+    """
 
     def __init__(
         self,
@@ -68,15 +76,18 @@ class RankSupervisor:
         on_loaded: Callable[[Rank, Loaded], None],
         on_lost: Callable[[Rank, Sequence[int]], None],
         launch_timeout_s: float = 600.0,
+        position: int = 0,
+        ids: Iterator[int] | None = None,
     ) -> None:
         self._launch = launch
+        self._position = position
         self._recorder_capacity = recorder_capacity
         self._rank_timeout_s = rank_timeout_s
         self._launch_timeout_s = launch_timeout_s
         self._max_start_failures = max_start_failures
         self._on_loaded = on_loaded
         self._on_lost = on_lost
-        self._next_rank = 0
+        self._ids = itertools.count() if ids is None else ids
         self._task: asyncio.Task[None] | None = None
         self.rank: Rank | None = None
         self.num_restarts = 0
@@ -145,15 +156,20 @@ class RankSupervisor:
             self.failed.set_result(f"cannot start a rank process: {error}")
 
     def _new_rank(self) -> Rank:
-        rank_id = f"r{self._next_rank}"
-        self._next_rank += 1
+        rank_id = f"r{next(self._ids)}"
         recorder = FlightRecorder.create(self._recorder_capacity)
         try:
             process = self._launch(rank_id, recorder)
         except OSError:
             recorder.close()
             raise
-        return Rank(rank_id=rank_id, process=process, recorder=recorder, launched_s=time.monotonic())
+        return Rank(
+            rank_id=rank_id,
+            position=self._position,
+            process=process,
+            recorder=recorder,
+            launched_s=time.monotonic(),
+        )
 
     async def _until_dead(self, rank: Rank) -> str:
         watch = asyncio.create_task(self._watch(rank), name=f"watch-{rank.rank_id}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from nobiru import machine
 from nobiru.config import EngineConfig, ServerConfig
 from nobiru.engine.client import ZmqClient
@@ -23,11 +25,14 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
     tokenize_in_calling_thread()
     folder = read_folder(Path(engine.model), max_model_len=engine.max_model_len)
     metrics = Metrics()
+    if engine.num_threads is None:
+        cores = machine.default_num_threads()
+        engine = msgspec.structs.replace(engine, num_threads=max(1, cores // engine.data_parallel_size))
     client = ZmqClient(
         engine,
         limits=scheduler_config(engine, folder, default_budget=SERVER_TOKEN_BUDGET),
         embedding_dim=folder.embedding_dim,
-        environment=rank_environment(num_threads=engine.num_threads or machine.default_num_threads()),
+        environment=rank_environment(num_threads=engine.num_threads or 1),
         observer=metrics,
         rank_timeout_s=server.rank_timeout_s,
         max_start_failures=server.max_start_failures,

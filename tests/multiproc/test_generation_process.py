@@ -5,35 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from generation_requests import CACHE, GREEDY, NUM_TOKENS, PROMPTS, SAMPLED, generation, text_of, texts_of
 from ranks import Steps, request, running, until
 
-from nobiru import LLM, SamplingParams
-from nobiru.engine.client import ZmqClient
+from nobiru import LLM
 from nobiru.engine.generation_stream import GenerationStream
 from nobiru.errors import NobiruError, RequestKilledRankError, UnavailableError
-from nobiru.generation import GenerationDelta, GenerationRequest
 
 POISON = 77
-RNG = np.random.default_rng(0)
-PROMPTS = [RNG.integers(100, 160, length).tolist() for length in (1, 3, 5, 9, 17, 20, 33, 40)]
-NUM_TOKENS = 24
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=1)
-SAMPLED = SamplingParams(n=3, max_tokens=NUM_TOKENS, ignore_eos=True, seed=7)
-CACHE = {"kv_cache_memory_bytes": 4_000_000}
-
-
-def generation(prompt: list[int], params: SamplingParams = GREEDY) -> GenerationRequest:
-    return GenerationRequest(
-        request_id="test",
-        prompt_token_ids=np.array(prompt, dtype=np.int32),
-        params=params,
-        max_tokens=params.max_tokens or 1,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +27,6 @@ def llm(language_model: Path) -> LLM:
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
     return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-
-
-async def text_of(
-    stream: GenerationStream, *, see: Callable[[GenerationDelta], None] = lambda delta: None
-) -> list[int]:
-    """The tokens of a stream with one child; every delta follows the one before."""
-    tokens: list[int] = []
-    reason = None
-    async for delta in stream:
-        assert reason is None
-        assert delta.first_index == len(tokens)
-        tokens += [token.token_id for token in delta.tokens]
-        reason = delta.finish_reason
-        see(delta)
-    assert reason is not None
-    stream.close()
-    return tokens
-
-
-async def texts_of(client: ZmqClient, prompts: list[list[int]]) -> list[list[int]]:
-    return await asyncio.gather(*(text_of(client.generate(generation(prompt))) for prompt in prompts))
 
 
 def test_texts_equal_the_offline_ones(language_model: Path, llm: LLM, expected: list[list[int]]) -> None:

@@ -139,6 +139,7 @@ def test_whatever_happens_every_token_comes_once_and_in_order(chance: random.Ran
         deliver(rank.step(list(rank.work)))
     deliver(late)
     assert ledger.num_tokens == 0
+    assert not any(ledger.tokens_on.values())
     assert not rank.work, "what nobody waits for was aborted"
     for (number, child), text in received.items():
         whole = text_of(number, child, requests[number].max_tokens)
