@@ -33,6 +33,25 @@ typedef uint16_t hvec __attribute__((vector_size(LANES * 2)));
 typedef float vec_u __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t hvec_u __attribute__((vector_size(LANES * 2), aligned(2)));
 
+/* Orders of lanes: halves, quarters, pairs and neighbours exchanged; the even, or the odd one, of each pair. */
+#define SHUFFLE(x, order) __builtin_shuffle(x, (ivec)order)
+#if LANES == 16
+#define HALVES {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}
+#define QUARTERS {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}
+#define DOUBLES {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}
+#define SWAPPED {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}
+#define EVENS {0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14}
+#define ODDS {1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15}
+#define SIGNS (vec){-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1}
+#else
+#define QUARTERS {4, 5, 6, 7, 0, 1, 2, 3}
+#define DOUBLES {2, 3, 0, 1, 6, 7, 4, 5}
+#define SWAPPED {1, 0, 3, 2, 5, 4, 7, 6}
+#define EVENS {0, 0, 2, 2, 4, 4, 6, 6}
+#define ODDS {1, 1, 3, 3, 5, 5, 7, 7}
+#define SIGNS (vec){-1, 1, -1, 1, -1, 1, -1, 1}
+#endif
+
 INLINE vec load_f32(const float *p) { return *(const vec_u *)p; }
 INLINE void store_f32(float *p, vec x) { *(vec_u *)p = x; }
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec_u *)p, ivec) << 16); }
@@ -60,9 +79,25 @@ INLINE void set_f32(float *p, float x) { *p = x; }
 INLINE void set_bf16(bf16 *p, float x) { *p = to_bf16(x); }
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE float total(vec x) {
-    float sum = 0;
-    UNROLL for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+#if LANES == 16
+    x += SHUFFLE(x, HALVES);
+#endif
+    x += SHUFFLE(x, QUARTERS);
+    x += SHUFFLE(x, DOUBLES);
+    x += SHUFFLE(x, SWAPPED);
+    return x[0];
+}
+INLINE vec larger(vec x, vec y) {
+    ivec is_y = (ivec)(y > x);
+    return (vec)(((ivec)y & is_y) | ((ivec)x & ~is_y));
+}
+INLINE float largest(vec x) {
+#if LANES == 16
+    x = larger(x, SHUFFLE(x, HALVES));
+#endif
+    x = larger(x, SHUFFLE(x, QUARTERS));
+    x = larger(x, SHUFFLE(x, DOUBLES));
+    return larger(x, SHUFFLE(x, SWAPPED))[0];
 }
 /* e to the power of x, within 2 units in the last place; 0 below -87, infinity above 88. x = n ln 2 + r. */
 INLINE vec power_of_e(vec x) {
@@ -243,10 +278,10 @@ struct attention {
 static float weigh(float *scores, int count, float softcap, float *highest, float *sum) {
     if (softcap > 0)
         for (int t = 0; t < count; t++) scores[t] = softcap * tanhf(scores[t] / softcap);
-    float top = *highest;
-    for (int t = 0; t < count; t++) top = scores[t] > top ? scores[t] : top;
     for (int t = count; t < PIECE; t++) scores[t] = -INFINITY;
-    vec added = {0};
+    vec tops = splat(*highest), added = {0};
+    for (int t = 0; t < count; t += LANES) tops = larger(tops, load_f32(scores + t));
+    float top = largest(tops);
     for (int t = 0; t < count; t += LANES) {
         vec weights = power_of_e(load_f32(scores + t) - top);
         store_f32(scores + t, weights);
@@ -275,11 +310,12 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         }                                                                                                              \
         long context = a->contexts[sequence];                                                                          \
         long start = a->window && context > a->window ? context - a->window : 0;                                       \
+        long block = start / a->block_size, in_block = start % a->block_size;                                          \
         for (; start < context; start += PIECE) {                                                                      \
             int count = (int)(context - start < PIECE ? context - start : PIECE);                                      \
             for (int t = 0; t < count; t++) {                                                                          \
-                long place = start + t;                                                                                \
-                long slot = table[place / a->block_size] * a->block_size + place % a->block_size;                      \
+                if (in_block == a->block_size) block++, in_block = 0;                                                  \
+                long slot = table[block] * a->block_size + in_block++;                                                 \
                 const T *key = keys + slot * row;                                                                      \
                 rows[t] = values + slot * row;                                                                         \
                 vec partial[GROUP_SIZE];                                                                               \
@@ -381,19 +417,6 @@ ATTEND(attend_bf16, bf16, load_bf16, get_bf16, set_bf16)
             memcpy(cached_values + slots[r] * size, values + r * value_stride, size * sizeof(T));                      \
         }                                                                                                              \
     }
-
-#define SHUFFLE(x, order) __builtin_shuffle(x, (ivec)order)
-#if LANES == 16
-#define SWAPPED {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}
-#define EVENS {0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14}
-#define ODDS {1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15}
-#define SIGNS (vec){-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1}
-#else
-#define SWAPPED {1, 0, 3, 2, 5, 4, 7, 6}
-#define EVENS {0, 0, 2, 2, 4, 4, 6, 6}
-#define ODDS {1, 1, 3, 3, 5, 5, 7, 7}
-#define SIGNS (vec){-1, 1, -1, 1, -1, 1, -1, 1}
-#endif
 
 typedef float f32;
 ROWS(f32, load_f32, store_f32)
