@@ -39,7 +39,9 @@ class SendBegin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendAbandon:
-    epoch: int
+    """Leave whatever belongs to this attempt or an earlier one."""
+
+    attempt: int
     members: tuple[str, ...]
 
 
@@ -87,7 +89,7 @@ class Formation:
         del self.loaded[position]
         was_together = self.phase != "waiting"
         self.phase, self.settled = "waiting", True
-        return [SendAbandon(epoch=self.epoch, members=self.members)] if was_together else []
+        return [SendAbandon(attempt=self.attempt, members=self.members)] if was_together else []
 
     def rank_formed(self, rank_id: str, attempt: int) -> list[Action]:
         if self.phase != "forming" or attempt != self.attempt or rank_id not in self.members:
@@ -134,6 +136,6 @@ class Formation:
         self.phase, self.settled = "waiting", False
         self.attempt += 1  # answers to the one before are late from now on
         return [
-            SendAbandon(epoch=self.epoch, members=self.members),
+            SendAbandon(attempt=self.attempt - 1, members=self.members),
             SetTimer(attempt=self.attempt, seconds=RETRY_S),
         ]

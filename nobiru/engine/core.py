@@ -87,14 +87,20 @@ class EngineCore:
         """Run one batch; None when nothing waits."""
         if self._worker is not None:
             return self.step_with_batch_queue(self._worker)
+        plan = self.plan()
+        return None if plan is None else self.run(plan)
+
+    def plan(self) -> Plan | None:
+        """The next step; to be followed by `run`, or by `scheduler.abandon`."""
+        return self.scheduler.schedule(self._clock())
+
+    def run(self, plan: Plan) -> StepOutput:
+        """Execute a plan and enter its results; if it raises, the step did not happen."""
         started_s = self._clock()
-        plan = self.scheduler.schedule(started_s)
-        if plan is None:
-            return None
         self._on_plan(plan)
         try:
             outcomes = self.executor.execute(plan)
-        except BaseException:  # an interrupt, or a device that cannot go on: the step did not happen
+        except BaseException:  # an interrupt, or a device that cannot go on
             self.scheduler.abandon(plan)
             raise
         return self._update(plan, outcomes, started_s)

@@ -48,6 +48,42 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate", kw_
     outputs: bytes
 
 
+class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=True):
+    """Build the groups of an attempt at `epoch` with its other members, as number `position` of `size`.
+
+    The members meet at the store. `slots` (int32 bytes, of `shape` MoE layers, ranks, slots) says which expert is in
+    which slot; -1 is an empty one.
+    """
+
+    attempt: int
+    epoch: int
+    position: int
+    size: int
+    store_host: str
+    store_port: int
+    shape: tuple[int, int, int]
+    slots: bytes
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin", kw_only=True):
+    """Every member has formed: step together from now on."""
+
+    attempt: int
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake", kw_only=True):
+    """Another member has work: take part in step `seq`, if that is the next."""
+
+    epoch: int
+    seq: int
+
+
+class Abandon(msgspec.Struct, frozen=True, array_like=True, tag="abandon", kw_only=True):
+    """A member is gone: leave what belongs to this attempt. To the rank's control socket; it may be stuck in a step."""
+
+    attempt: int
+
+
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort", kw_only=True):
     """Forget these slices, or children by their `seq_id`: nobody waits for them any more."""
 
@@ -64,7 +100,16 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", kw_only=Tru
     """End."""
 
 
-ToRank = Add | Generate | Abort | Probe | Stop
+ToRank = Add | Generate | Form | Begin | Wake | Abandon | Abort | Probe | Stop
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The experts a rank holds: `slots` (int32 bytes, of `shape` MoE layers, slots), -1 for an empty one."""
+
+    num_experts: int
+    expert_bytes: int
+    shape: tuple[int, int]
+    slots: bytes
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded", kw_only=True):
@@ -72,6 +117,35 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded", kw_only
 
     max_num_batched_tokens: int
     info: dict[str, str | int | float | bool | None]
+    inventory: Inventory | None = None
+
+
+class StoreReady(msgspec.Struct, frozen=True, array_like=True, tag="store_ready", kw_only=True):
+    """The rendezvous store can be reached."""
+
+    host: str
+    port: int
+
+
+class Formed(msgspec.Struct, frozen=True, array_like=True, tag="formed", kw_only=True):
+    """The groups of the attempt stand, and no step of an earlier epoch is running; or `error` says why they do not."""
+
+    attempt: int
+    error: str | None = None
+
+
+class Suspended(msgspec.Struct, frozen=True, array_like=True, tag="suspended", kw_only=True):
+    """A collective failed: this rank has abandoned its step and left the epoch."""
+
+    epoch: int
+    error: str
+
+
+class Awake(msgspec.Struct, frozen=True, array_like=True, tag="awake", kw_only=True):
+    """This rank has work after all were idle, and waits for the others in step `seq`."""
+
+    epoch: int
+    seq: int
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="start_failed", kw_only=True):
@@ -153,7 +227,7 @@ class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probe_done", 
     nonce: int
 
 
-FromRank = Loaded | StartFailed | Crashed | StepDone | Idle | ProbeDone
+FromRank = Loaded | StartFailed | Crashed | StoreReady | Formed | Suspended | Awake | StepDone | Idle | ProbeDone
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

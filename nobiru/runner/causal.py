@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nobiru.errors import ModelFolderError
+from nobiru.errors import ModelFolderError, NobiruError
 from nobiru.folder.spec import ModelFolder
 from nobiru.generation import CausalInput, SampledToken, SampleRequest
 from nobiru.kv.cache import CacheShape, allocate_cache
@@ -36,7 +36,7 @@ from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolv
 from nobiru.runner.finish import Finisher
 from nobiru.runner.shares import ShareThreads, plan_shares
 
-CausalOutput = Vectors | SampledToken | None
+CausalOutput = Vectors | SampledToken | NobiruError | None
 
 
 class TokenSampler(Protocol):
@@ -133,7 +133,7 @@ class CausalRunner:
         )
 
     def run(self, inputs: Sequence[CausalInput]) -> list[CausalOutput]:
-        """For each input, in order: its token if it samples, its vector if it pools, else None.
+        """For each input, in order: its token if it samples (or why there is none), its vector if it pools, else None.
 
         `InvalidRequestError` if a sequence is empty, too long or has unknown token ids; there are no results then.
         """
@@ -218,10 +218,22 @@ class CausalRunner:
                 pooled_RC[row] = 0  # a prompt that covers the whole text leaves nothing to pool
         return self._finisher(pooled_RC, wishes)
 
-    def _sample(self, logits_BV: Tensor, inputs: list[CausalInput]) -> list[SampledToken]:
+    def _sample(self, logits_BV: Tensor, inputs: list[CausalInput]) -> Sequence[SampledToken | NobiruError]:
+        """One token for each row, or the error of a row that has none: the forward pass need not run again for it."""
         assert self._sampler is not None, "tokens are asked of language models only"
+        requests = [each.sample for each in inputs if each.sample is not None]
         with torch.inference_mode():
-            return self._sampler.sample(logits_BV, [each.sample for each in inputs if each.sample is not None])
+            try:
+                return self._sampler.sample(logits_BV, requests)
+            except NobiruError:
+                return [self._sample_row(logits_BV[row, None], request) for row, request in enumerate(requests)]
+
+    def _sample_row(self, logits_1V: Tensor, request: SampleRequest) -> SampledToken | NobiruError:
+        assert self._sampler is not None
+        try:
+            return self._sampler.sample(logits_1V, [request])[0]
+        except NobiruError as error:
+            return error
 
     def _ready(self) -> CausalLimits:
         assert self._limits is not None, "allocate_cache comes first"

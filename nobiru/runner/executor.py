@@ -19,8 +19,7 @@ from nobiru.scheduler.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-Result = Vectors | SampledToken | None
-Outcome = Result | NobiruError
+Outcome = Vectors | SampledToken | NobiruError | None
 
 
 class Runner(Protocol):
@@ -29,7 +28,7 @@ class Runner(Protocol):
     A part of a prefill that is not the last gives None. Running an input again changes nothing.
     """
 
-    def run(self, sequences: Sequence[Any]) -> Sequence[Result]: ...
+    def run(self, sequences: Sequence[Any]) -> Sequence[Outcome]: ...
 
 
 class Executor:
@@ -82,7 +81,7 @@ class Executor:
         return self.run(inputs[:middle]) + self.run(inputs[middle:])
 
 
-def _checked(result: Result, sequence: Input) -> Outcome:
+def _checked(result: Outcome, sequence: Input) -> Outcome:
     if not isinstance(result, np.ndarray):
         return result
     # The sum is finite unless some value is not (or values are near the end of float32's range).

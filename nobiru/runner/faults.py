@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nobiru.errors import ConfigError
-from nobiru.runner.executor import Result, Runner
+from nobiru.runner.executor import Outcome, Runner
 from nobiru.runner.inputs import Input
 
 FAULTS = ("kill_on_token", "raise_on_token", "memory_tokens", "nan_on_token", "step_delay_ms", "fail_at_start")
@@ -45,7 +45,7 @@ class FaultyRunner:
         self._runner = runner
         self._faults = faults
 
-    def run(self, sequences: Sequence[Input]) -> list[Result]:
+    def run(self, sequences: Sequence[Input]) -> list[Outcome]:
         time.sleep(self._faults.get("step_delay_ms", 0) / 1000)
         if self._holds("kill_on_token", sequences):
             os.kill(os.getpid(), signal.SIGKILL)

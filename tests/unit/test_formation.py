@@ -25,7 +25,7 @@ def test_an_epoch_begins_when_all_have_formed() -> None:
 
 def test_a_death_ends_the_epoch_and_the_successor_brings_the_next() -> None:
     group = serving_pair()
-    assert group.rank_lost("r0") == [SendAbandon(epoch=1, members=("r1",))]
+    assert group.rank_lost("r0") == [SendAbandon(attempt=1, members=("r1",))]
     assert group.rank_suspended("r1", 1) == [], "the cause is known"
     form, _ = group.rank_loaded(0, "r2")
     assert form == SendForm(attempt=2, epoch=2, members=("r2", "r1"))
@@ -34,7 +34,7 @@ def test_a_death_ends_the_epoch_and_the_successor_brings_the_next() -> None:
 def test_without_a_culprit_the_same_members_try_again() -> None:
     group = serving_pair()
     abandon, timer = group.rank_suspended("r0", 1)
-    assert abandon == SendAbandon(epoch=1, members=("r0", "r1"))
+    assert abandon == SendAbandon(attempt=1, members=("r0", "r1"))
     assert isinstance(timer, SetTimer)
     assert group.rank_suspended("r1", 1) == []
     form, _ = group.timer(timer.attempt)

@@ -1,0 +1,142 @@
+"""This rank's part in an epoch of expert-parallel ranks, which step together.
+
+Owns the epoch's groups and the number of the next step. Every step begins with one small all-gather, which says who has
+work; whoever has none computes for the others with an idle step. When nobody has work all sleep, until one of them is
+given some. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nobiru.engine.messages import Form
+from nobiru.models.moe import MoeParts
+from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
+from nobiru.parallel.groups import Group, GroupError, connect_store, form_group
+from nobiru.parallel.placement import Placement
+from nobiru.scheduler import Plan
+
+FORM_TIMEOUT_S = 10.0
+
+# The fields of the record that every step begins with.
+RECORD = ("attempt", "epoch", "seq", "num_tokens", "has_work", "ready_epoch", "placement_version", "graph_bucket")
+_HAS_WORK = RECORD.index("has_work")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Epoch:
+    """The groups of one attempt: `control` for the records, `experts` for tokens."""
+
+    attempt: int
+    number: int
+    control: Group
+    experts: Group
+    tables: ExpertTables
+    has_begun: bool = False
+
+
+class ExpertMember:
+    """`form`, `begin`, then for each step `gather` and, without work of its own, `run_idle`; `leave` at a `GroupError`.
+
+    `break_out` may be called from another thread.
+    """
+
+    def __init__(self, moe: MoeParts, *, step_timeout_s: float) -> None:
+        self._moe = moe
+        self._step_timeout_s = step_timeout_s
+        self._epoch: _Epoch | None = None
+        self.seq = 0
+        self.is_asleep = False
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch in which this rank steps with others."""
+        return self._epoch.number if self._epoch is not None and self._epoch.has_begun else None
+
+    def form(self, form: Form) -> None:
+        """Build the groups of an attempt, with all its members at once. `GroupError` if one does not come."""
+        self.leave()
+        placement = Placement(
+            slots=np.frombuffer(form.slots, dtype="<i4").reshape(form.shape), num_experts=self._moe.num_experts
+        )
+        store = connect_store(form.store_host, form.store_port, timeout_s=FORM_TIMEOUT_S)
+        groups: list[Group] = []
+        try:
+            for name in ("control", "experts"):
+                group = form_group(
+                    store,
+                    attempt_id=str(form.attempt),
+                    name=name,
+                    rank=form.position,
+                    size=form.size,
+                    timeout_s=self._step_timeout_s,
+                )
+                groups.append(group)
+        except GroupError:
+            for group in groups:
+                group.destroy()
+            raise
+        control, experts = groups
+        tables = ExpertTables(placement)
+        self._moe.dispatcher = AllToAllDispatcher(experts, tables)
+        self._epoch = _Epoch(
+            attempt=form.attempt, number=form.epoch, control=control, experts=experts, tables=tables
+        )
+
+    def begin(self, attempt: int) -> None:
+        """Every member has formed this attempt."""
+        if self._epoch is not None and self._epoch.attempt == attempt:
+            self._epoch.has_begun = True
+            self.seq = 0
+            self.is_asleep = False
+
+    def gather(self, plan: Plan | None) -> bool:
+        """Begin a step with the others; whether anybody has work. If not, all of them sleep from now on."""
+        epoch = self._epoch
+        assert epoch is not None and epoch.has_begun
+        record = torch.tensor(
+            [
+                epoch.attempt,
+                epoch.number,
+                self.seq,
+                0 if plan is None else plan.num_tokens,
+                plan is not None,
+                epoch.number,
+                0,
+                0,
+            ],
+            dtype=torch.int64,
+        )
+        records_Rn = epoch.control.all_gather_record(record)
+        assert bool((records_Rn[:, :3] == record[:3]).all()), "members are in the same step of the same epoch"
+        self.seq += 1
+        self.is_asleep = not bool(records_Rn[:, _HAS_WORK].any())
+        return not self.is_asleep
+
+    def run_idle(self) -> None:
+        """Take part in a step without tokens of one's own."""
+        with torch.inference_mode():
+            self._moe.run_idle()
+
+    def wake(self, epoch: int, seq: int) -> None:
+        """Another member waits in step `seq`; a call for any other step is late."""
+        if epoch == self.epoch and seq == self.seq:
+            self.is_asleep = False
+
+    def leave(self) -> None:
+        """Leave the epoch; whoever is still in one of its exchanges gets a `GroupError`."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            self._moe.dispatcher = None
+            epoch.control.destroy()
+            epoch.experts.destroy()
+
+    def break_out(self, attempt: int) -> None:
+        """End the exchanges of an attempt that is over, in which this rank may be stuck."""
+        epoch = self._epoch
+        if epoch is not None and epoch.attempt <= attempt:
+            epoch.control.break_connections()
+            epoch.experts.break_connections()
