@@ -7,6 +7,7 @@
  */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -55,12 +56,6 @@ typedef uint16_t hvec_u __attribute__((vector_size(LANES * 2), aligned(2)));
 INLINE vec load_f32(const float *p) { return *(const vec_u *)p; }
 INLINE void store_f32(float *p, vec x) { *(vec_u *)p = x; }
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec_u *)p, ivec) << 16); }
-INLINE float from_bf16(bf16 x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
 /* Round to nearest, ties to even; not-a-number stays one. */
 INLINE bf16 to_bf16(float x) {
     uint32_t bits;
@@ -73,8 +68,6 @@ INLINE void store_bf16(bf16 *p, vec x) {
     ivec is_nan = (ivec)(x != x);
     *(hvec_u *)p = __builtin_convertvector((bits & ~is_nan) | (0x7fc0 & is_nan), hvec);
 }
-INLINE float get_f32(const float *p) { return *p; }
-INLINE float get_bf16(const bf16 *p) { return from_bf16(*p); }
 INLINE void set_f32(float *p, float x) { *p = x; }
 INLINE void set_bf16(bf16 *p, float x) { *p = to_bf16(x); }
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -257,12 +250,11 @@ LINEAR(linear_pairs, bf16, bf16, bf16, , panel_pairs(w, b, x, stride, out, rows,
  *
  * q is [sequences, heads, size], keys and values [blocks, block_size, key_heads, size], out [sequences, heads, size].
  * Scores of a piece of the context at a time; the maximum so far is kept, and sums are scaled when it rises (Milakov
- * and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A task is one key head of one sequence.
+ * and Gimelshein 2018, https://arxiv.org/abs/1805.02867). While one piece is computed, the next is fetched.
  */
 
 #define PIECE 64
 #define MAX_GROUP 4
-#define MAX_SIZE 256
 
 struct attention {
     const void *q, *keys, *values;
@@ -274,7 +266,26 @@ struct attention {
     int threads;
 };
 
-/* The next `count` scores of one head: weights in their place, the running sum, and the factor for what was mixed. */
+/* Where the tokens of a piece are, in rows of the cache. */
+struct piece {
+    int count;
+    long slots[PIECE];
+};
+
+static void find_piece(struct piece *piece, const struct attention *a, const int32_t *table, long start, long context) {
+    piece->count = (int)(context - start < PIECE ? context - start : PIECE);
+    long block = start / a->block_size, in_block = start % a->block_size;
+    for (int t = 0; t < piece->count; t++) {
+        if (in_block == a->block_size) block++, in_block = 0;
+        piece->slots[t] = table[block] * a->block_size + in_block++;
+    }
+}
+
+INLINE void fetch(const void *row, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at);
+}
+
+/* The scores of one head: weights in their place, the running sum, and the factor for what was mixed so far. */
 static float weigh(float *scores, int count, float softcap, float *highest, float *sum) {
     if (softcap > 0)
         for (int t = 0; t < count; t++) scores[t] = softcap * tanhf(scores[t] / softcap);
@@ -292,86 +303,100 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
     return shrink;
 }
 
-#define GROUP(NAME, GROUP_SIZE, T, LOAD, GET, SET)                                                                     \
-    static void NAME##_##GROUP_SIZE(const struct attention *a, long sequence, long key_head, long first_head) {        \
+/* One piece for GROUP_SIZE query heads of one key head; q, mixed, highest and sums are those of the first. */
+#define GROUP(NAME, GROUP_SIZE, T, LOAD)                                                                               \
+    static void NAME##_##GROUP_SIZE(const struct attention *a, const T *keys, const T *values,                         \
+                                    const struct piece *now, const struct piece *next, const float *q, float *mixed,   \
+                                    float *highest, float *sums) {                                                     \
         const int group = GROUP_SIZE, vectors = (int)(a->size / LANES);                                                \
         const long size = a->size, row = a->key_heads * size;                                                          \
-        const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size;        \
-        const int32_t *table = a->block_table + sequence * a->table_width;                                             \
-        float q[GROUP_SIZE][MAX_SIZE], scores[GROUP_SIZE][PIECE], shrink[GROUP_SIZE];                                  \
-        float highest[GROUP_SIZE], sums[GROUP_SIZE];                                                                   \
-        vec mixed[MAX_SIZE / LANES][GROUP_SIZE];                                                                       \
-        const T *rows[PIECE];                                                                                          \
-        for (int g = 0; g < group; g++) {                                                                              \
-            const T *source = (const T *)a->q + sequence * a->q_stride + (first_head + g) * size;                      \
-            for (long i = 0; i < size; i++) q[g][i] = GET(source + i) * a->scale;                                      \
-            highest[g] = -INFINITY, sums[g] = 0;                                                                       \
-            for (int i = 0; i < vectors; i++) mixed[i][g] = (vec){0};                                                  \
+        float scores[GROUP_SIZE][PIECE], shrink[GROUP_SIZE];                                                           \
+        for (int t = 0; t < now->count; t++) {                                                                         \
+            const T *key = keys + now->slots[t] * row;                                                                 \
+            if (t < next->count) {                                                                                     \
+                fetch(keys + next->slots[t] * row, size * sizeof(T));                                                  \
+                fetch(values + next->slots[t] * row, size * sizeof(T));                                                \
+            }                                                                                                          \
+            vec partial[GROUP_SIZE];                                                                                   \
+            UNROLL for (int g = 0; g < group; g++) partial[g] = (vec){0};                                              \
+            for (int i = 0; i < vectors; i++) {                                                                        \
+                vec k = LOAD(key + i * LANES);                                                                         \
+                UNROLL for (int g = 0; g < group; g++) partial[g] += k * load_f32(q + g * size + i * LANES);           \
+            }                                                                                                          \
+            UNROLL for (int g = 0; g < group; g++) scores[g][t] = total(partial[g]);                                   \
         }                                                                                                              \
+        for (int g = 0; g < group; g++)                                                                                \
+            shrink[g] = weigh(scores[g], now->count, a->softcap, highest + g, sums + g);                               \
+        for (int i = 0; i < vectors; i++) {                                                                            \
+            vec so_far[GROUP_SIZE];                                                                                    \
+            UNROLL for (int g = 0; g < group; g++) so_far[g] = load_f32(mixed + g * size + i * LANES) * shrink[g];     \
+            for (int t = 0; t < now->count; t++) {                                                                     \
+                vec v = LOAD(values + now->slots[t] * row + i * LANES);                                                \
+                UNROLL for (int g = 0; g < group; g++) so_far[g] += v * scores[g][t];                                  \
+            }                                                                                                          \
+            UNROLL for (int g = 0; g < group; g++) store_f32(mixed + g * size + i * LANES, so_far[g]);                 \
+        }                                                                                                              \
+    }
+
+/* A task is some key heads of one sequence: all of them, so that rows are read as they lie, or one, for more tasks. */
+#define ATTEND(NAME, T, LOAD, STORE)                                                                                   \
+    GROUP(NAME, 1, T, LOAD)                                                                                            \
+    GROUP(NAME, 2, T, LOAD)                                                                                            \
+    GROUP(NAME, 3, T, LOAD)                                                                                            \
+    GROUP(NAME, 4, T, LOAD)                                                                                            \
+    static void NAME##_task(const struct attention *a, long sequence, long first_key, long num_keys, float *memory) {  \
+        const long per_key = a->heads / a->key_heads, heads = num_keys * per_key, size = a->size;                      \
+        const int32_t *table = a->block_table + sequence * a->table_width;                                             \
+        const T *source = (const T *)a->q + sequence * a->q_stride + first_key * per_key * size;                       \
+        T *target = (T *)a->out + (sequence * a->heads + first_key * per_key) * size;                                  \
+        float *q = memory, *mixed = q + heads * size, *highest = mixed + heads * size, *sums = highest + heads;        \
+        for (long i = 0; i < heads * size; i += LANES) {                                                               \
+            store_f32(q + i, LOAD(source + i) * a->scale);                                                             \
+            store_f32(mixed + i, (vec){0});                                                                            \
+        }                                                                                                              \
+        for (long head = 0; head < heads; head++) highest[head] = -INFINITY, sums[head] = 0;                           \
         long context = a->contexts[sequence];                                                                          \
         long start = a->window && context > a->window ? context - a->window : 0;                                       \
-        long block = start / a->block_size, in_block = start % a->block_size;                                          \
+        struct piece pieces[2], *now = pieces, *next = pieces + 1;                                                     \
+        find_piece(now, a, table, start, context);                                                                     \
         for (; start < context; start += PIECE) {                                                                      \
-            int count = (int)(context - start < PIECE ? context - start : PIECE);                                      \
-            for (int t = 0; t < count; t++) {                                                                          \
-                if (in_block == a->block_size) block++, in_block = 0;                                                  \
-                long slot = table[block] * a->block_size + in_block++;                                                 \
-                const T *key = keys + slot * row;                                                                      \
-                rows[t] = values + slot * row;                                                                         \
-                vec partial[GROUP_SIZE];                                                                               \
-                UNROLL for (int g = 0; g < group; g++) partial[g] = (vec){0};                                          \
-                for (int i = 0; i < vectors; i++) {                                                                    \
-                    vec k = LOAD(key + i * LANES);                                                                     \
-                    UNROLL for (int g = 0; g < group; g++) partial[g] += k * load_f32(q[g] + i * LANES);               \
+            find_piece(next, a, table, start + PIECE, context);                                                        \
+            for (long head = 0; head < heads;) {                                                                       \
+                long key_head = first_key + head / per_key, left = per_key - head % per_key;                           \
+                const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size;\
+                float *own_q = q + head * size, *own_mixed = mixed + head * size;                                      \
+                switch (left) {                                                                                        \
+                    case 1: NAME##_1(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head); break;\
+                    case 2: NAME##_2(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head); break;\
+                    case 3: NAME##_3(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head); break;\
+                    default: NAME##_4(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head);      \
                 }                                                                                                      \
-                UNROLL for (int g = 0; g < group; g++) scores[g][t] = total(partial[g]);                               \
+                head += left < MAX_GROUP ? left : MAX_GROUP;                                                           \
             }                                                                                                          \
-            for (int g = 0; g < group; g++)                                                                            \
-                shrink[g] = weigh(scores[g], count, a->softcap, &highest[g], &sums[g]);                                \
-            for (int i = 0; i < vectors; i++) {                                                                        \
-                vec so_far[GROUP_SIZE];                                                                                \
-                UNROLL for (int g = 0; g < group; g++) so_far[g] = mixed[i][g] * shrink[g];                            \
-                for (int t = 0; t < count; t++) {                                                                      \
-                    vec v = LOAD(rows[t] + i * LANES);                                                                 \
-                    UNROLL for (int g = 0; g < group; g++) so_far[g] += v * scores[g][t];                              \
-                }                                                                                                      \
-                UNROLL for (int g = 0; g < group; g++) mixed[i][g] = so_far[g];                                        \
-            }                                                                                                          \
+            struct piece *done = now;                                                                                  \
+            now = next, next = done;                                                                                   \
         }                                                                                                              \
-        for (int g = 0; g < group; g++) {                                                                              \
-            T *target = (T *)a->out + (sequence * a->heads + first_head + g) * size;                                   \
-            for (int i = 0; i < vectors; i++) {                                                                        \
-                float values_out[LANES];                                                                               \
-                store_f32(values_out, mixed[i][g] / sums[g]);                                                          \
-                for (int lane = 0; lane < LANES; lane++) SET(target + i * LANES + lane, values_out[lane]);             \
-            }                                                                                                          \
-        }                                                                                                              \
-    }
-
-#define ATTEND(NAME, T, LOAD, GET, SET)                                                                                \
-    GROUP(NAME, 1, T, LOAD, GET, SET)                                                                                  \
-    GROUP(NAME, 2, T, LOAD, GET, SET)                                                                                  \
-    GROUP(NAME, 3, T, LOAD, GET, SET)                                                                                  \
-    GROUP(NAME, 4, T, LOAD, GET, SET)                                                                                  \
-    void NAME(const struct attention *a) {                                                                             \
-        long tasks = a->sequences * a->key_heads, per_key = a->heads / a->key_heads;                                   \
+        for (long head = 0; head < heads; head++)                                                                      \
+            for (long i = head * size; i < (head + 1) * size; i += LANES)                                              \
+                STORE(target + i, load_f32(mixed + i) / sums[head]);                                                   \
+    }                                                                                                                  \
+    /* 1, or 0 if there is no memory */                                                                                \
+    int NAME(const struct attention *a) {                                                                              \
+        long num_keys = a->sequences < 4 * a->threads ? 1 : a->key_heads, per_sequence = a->key_heads / num_keys;      \
+        long heads = num_keys * (a->heads / a->key_heads), tasks = a->sequences * per_sequence;                        \
+        size_t values_each = 2 * heads * (a->size + 1);                                                                \
+        float *memory = malloc(a->threads * values_each * sizeof(float));                                              \
+        if (!memory) return 0;                                                                                         \
         _Pragma("omp parallel for schedule(dynamic, 1) num_threads(a->threads)")                                       \
-        for (long task = 0; task < tasks; task++) {                                                                    \
-            long sequence = task / a->key_heads, key_head = task % a->key_heads;                                       \
-            for (long done = 0; done < per_key; done += MAX_GROUP) {                                                   \
-                long head = key_head * per_key + done;                                                                 \
-                switch (per_key - done) {                                                                              \
-                    case 1: NAME##_1(a, sequence, key_head, head); break;                                              \
-                    case 2: NAME##_2(a, sequence, key_head, head); break;                                              \
-                    case 3: NAME##_3(a, sequence, key_head, head); break;                                              \
-                    default: NAME##_4(a, sequence, key_head, head);                                                    \
-                }                                                                                                      \
-            }                                                                                                          \
-        }                                                                                                              \
+        for (long task = 0; task < tasks; task++)                                                                      \
+            NAME##_task(a, task / per_sequence, task % per_sequence * num_keys, num_keys,                              \
+                        memory + omp_get_thread_num() * values_each);                                                  \
+        free(memory);                                                                                                  \
+        return 1;                                                                                                      \
     }
 
-ATTEND(attend_f32, float, load_f32, get_f32, set_f32)
-ATTEND(attend_bf16, bf16, load_bf16, get_bf16, set_bf16)
+ATTEND(attend_f32, float, load_f32, store_f32)
+ATTEND(attend_bf16, bf16, load_bf16, store_bf16)
 
 /* ---- rows -----------------------------------------------------------------------------------------------------------
  *

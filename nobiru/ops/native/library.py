@@ -85,6 +85,8 @@ class Kernels:
         self._linear_pairs = self._declare_linear("linear_pairs") if self.multiplies_pairs else None
         pointer, number, flag, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
         self._attend = self._by_dtype("attend", pointer)
+        for function in self._attend.values():
+            function.restype = flag
         self._rms_norm = self._by_dtype("rms_norm", pointer, number, pointer, pointer, number, number, real, flag)
         self._silu_product = self._by_dtype("silu_product", pointer, pointer, number, number, flag)
         self._turn = self._by_dtype("turn_pairs", pointer, number, pointer, number, number, number, flag)
@@ -167,7 +169,8 @@ class Kernels:
             softcap or 0.0,
             torch.get_num_threads(),
         )
-        self._attend[q_nHD.dtype](ctypes.addressof(arguments))
+        if not self._attend[q_nHD.dtype](ctypes.addressof(arguments)):
+            raise MemoryError(f"no memory for attention of {num_seqs} sequences")
 
     def rms_norm(self, x_RI: Tensor, weight_I: Tensor, eps: float) -> Tensor | None:
         """x / sqrt(mean(x²) + eps) * weight, [R, I]; None for shapes that the kernel does not take."""
