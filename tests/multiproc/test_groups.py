@@ -11,7 +11,8 @@ import pytest
 import torch
 from rank_processes import Member, ranks, run_ranks
 
-from nobiru.parallel.groups import Group, GroupError, connect_store, form_group
+from nobiru.errors import GroupError
+from nobiru.parallel.groups import Group, connect_store, form_group
 
 
 def gather(member: Member) -> list[list[int]]:
