@@ -37,7 +37,7 @@ def nobiru(
         bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Embedding models, served over HTTP or run on files.
+    """Embedding models and language models, served over HTTP; embedding models run on files too.
 
     [bold]nobiru serve MODEL_FOLDER[/bold]  starts a server that OpenAI clients can talk to.
 

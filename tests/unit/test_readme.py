@@ -66,7 +66,10 @@ def nobiru_commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("where", "words"), nobiru_commands(), ids=lambda value: str(value)[:40])
 def test_commands_parse(where: str, words: list[str]) -> None:
-    COMMANDS[words[0]].make_context(words[0], words[1:])
+    command: Any = COMMANDS[words.pop(0)]
+    while commands := getattr(command, "commands", None):
+        command = commands[words.pop(0)]
+    command.make_context("nobiru", words)
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
@@ -108,7 +111,8 @@ def test_the_table_of_options_is_complete_and_right() -> None:
             config: Any = EngineConfig(model="m") if option.config is EngineConfig else ServerConfig()
             default = getattr(config, option.field)
             if default not in (None, ()):
-                assert shown == ("off" if default is False else f"{default}".removesuffix(".0")), option.name
+                switch = {"False": "off", "True": "on"}
+                assert shown == switch.get(f"{default}", f"{default}".removesuffix(".0")), option.name
 
 
 def test_variables_of_the_kubernetes_example_are_options() -> None:

@@ -1,4 +1,5 @@
-"""The commands and the code that README.md shows, run in order on a small model called `./my-model`."""
+"""The commands and the code that README.md shows, run in order on small models: `./my-model`, which embeds, and
+`./my-chat-model`, which generates."""
 
 from __future__ import annotations
 
@@ -34,15 +35,22 @@ def block(language: str, marker: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the model in it."""
+    """A working directory with the models in it."""
     folder = tmp_path_factory.mktemp("readme")
     make("bert-mean-normalize", folder).rename(folder / "my-model")
+    make("qwen2", folder).rename(folder / "my-chat-model")
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     with serving(folder / "my-model") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def chat_server(folder: Path) -> Iterator[Server]:
+    with serving(folder / "my-chat-model") as server:
         yield server
 
 
@@ -65,7 +73,7 @@ def run(words: list[str], folder: Path) -> str:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(folder: Path, server: Server) -> None:
-    command = block("bash", "curl").replace("http://127.0.0.1:8000", server.url)
+    command = block("bash", "v1/embeddings").replace("http://127.0.0.1:8000", server.url)
     answer = json.loads(run(["bash", "-euc", command], folder))
     assert [len(item["embedding"]) for item in answer["data"]] == [HIDDEN_SIZE, HIDDEN_SIZE]
     assert answer["model"] == "my-model"
@@ -73,7 +81,7 @@ def test_curl(folder: Path, server: Server) -> None:
 
 def test_openai_client(folder: Path, server: Server) -> None:
     pytest.importorskip("openai")
-    code = block("python", "OpenAI").replace("http://127.0.0.1:8000", server.url)
+    code = block("python", "client.embeddings").replace("http://127.0.0.1:8000", server.url)
     assert run([sys.executable, "-c", code], folder) == f"2 vectors of {HIDDEN_SIZE} values\n"
 
 
@@ -82,6 +90,46 @@ def test_llm(folder: Path) -> None:
     assert len(lines) == 3
     assert lines[-1] == "(32,)"
     assert all(line.endswith("False") for line in lines[:-1])
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_for_a_completion(folder: Path, chat_server: Server) -> None:
+    command = block("bash", "v1/completions").replace("http://127.0.0.1:8000", chat_server.url)
+    answer = json.loads(run(["bash", "-euc", command], folder))
+    assert answer["model"] == "my-chat-model"
+    assert 1 <= answer["usage"]["completion_tokens"] <= 32
+    assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_streamed_chat(folder: Path, chat_server: Server) -> None:
+    pytest.importorskip("openai")
+    code = block("python", "stream=True").replace("http://127.0.0.1:8000", chat_server.url)
+    *_, last = run([sys.executable, "-c", code], folder).splitlines()
+    number, word = last.split()
+    assert 1 <= int(number) <= 64
+    assert word == "tokens"
+
+
+def test_guided_chat(folder: Path, chat_server: Server) -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("xgrammar")
+    code = block("python", "response_format").replace("http://127.0.0.1:8000", chat_server.url)
+    days, word = run([sys.executable, "-c", code], folder).split()
+    assert 1 <= int(days) <= 14
+    assert word == "days"
+
+
+def test_llm_generates(folder: Path) -> None:
+    first, second, answer = run([sys.executable, "-c", block("python", "SamplingParams(")], folder).splitlines()
+    assert all(line.endswith((" stop", " length")) for line in (first, second))
+    assert 1 <= int(answer.removesuffix(" tokens")) <= 16
+
+
+def test_bench_serve(folder: Path, chat_server: Server) -> None:
+    pytest.importorskip("aiohttp")
+    words = block("bash", "nobiru bench serve").split()
+    report = run([*words, "--url", chat_server.url], folder)
+    assert re.search(r"Successful requests\W+100\b", report), report
 
 
 def test_embed(folder: Path) -> None:
