@@ -273,7 +273,6 @@ QWEN3 = _decoder(
 )
 QWEN3_BIAS = _decoder("Qwen3", {"head_dim": 24, "attention_bias": True, "num_key_value_heads": 1})
 QWEN3_EMBEDDING = _decoder("Qwen3", {"head_dim": 24}, model="Qwen3Model", tokenizer=embedding_bpe)
-MIXTRAL = _decoder("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None})
 GEMMA = _decoder("Gemma", {"head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True})
 # Every other layer has a window; scores and logits are capped.
 GEMMA2 = _decoder(

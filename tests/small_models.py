@@ -45,7 +45,6 @@ from tests.small_architectures import (
     LLAMA_BIASES,
     MAX_LENGTH,
     MISTRAL,
-    MIXTRAL,
     MODERNBERT,
     MPNET,
     NOMIC_BERT,
@@ -64,6 +63,7 @@ from tests.small_architectures import (
 )
 from tests.small_architectures import SENTENCES as SENTENCES
 from tests.small_architectures import byte_bpe as byte_bpe
+from tests.small_moe import MIXTRAL, MOE_ARCHITECTURES, QWEN3_MOE
 
 Modules = Callable[[], list[torch.nn.Module]]
 
@@ -135,6 +135,26 @@ def _shard(folder: Path) -> None:
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _fuse_experts(folder: Path) -> None:
+    """All experts of a layer in one tensor, as transformers 5 has them in memory, in several files."""
+    tensors = load_file(folder / "model.safetensors")
+    experts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        layer, _, rest = name.partition(".experts.")
+        number, part, _ = rest.split(".")
+        experts.setdefault(layer, {}).setdefault(int(number), {})[part] = tensors.pop(name)
+    for layer, parts in experts.items():
+        ordered = [parts[number] for number in sorted(parts)]
+        gate, up, down = ("w1", "w3", "w2") if "w1" in ordered[0] else ("gate_proj", "up_proj", "down_proj")
+        layer = layer.replace("block_sparse_moe", "mlp")
+        gate_up = [torch.cat((part[gate], part[up])) for part in ordered]
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{layer}.experts.down_proj"] = torch.stack([part[down] for part in ordered])
+    renamed = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    _shard(folder)
 
 
 def _to_transformers_4(folder: Path) -> None:
@@ -248,7 +268,10 @@ LANGUAGE_MODELS: dict[str, Recipe] = {
     "qwen2": Recipe(encoder=QWEN2, plain=True),
     "qwen3": Recipe(encoder=QWEN3, plain=True),
     "qwen3-bias": Recipe(encoder=QWEN3_BIAS, plain=True),
-    "mixtral": Recipe(encoder=MIXTRAL, plain=True),
+    **{name: Recipe(encoder=encoder, plain=True) for name, encoder in MOE_ARCHITECTURES.items()},
+    "mixtral-fused": Recipe(encoder=MIXTRAL, plain=True, finish=_fuse_experts),
+    "mixtral-bin": Recipe(encoder=MIXTRAL, plain=True, finish=_to_sharded_bin),
+    "qwen3-moe-fused": Recipe(encoder=QWEN3_MOE, plain=True, finish=_fuse_experts),
     "gemma": Recipe(encoder=GEMMA, plain=True),
     "gemma2": Recipe(encoder=GEMMA2, plain=True),
     "gemma3": Recipe(encoder=GEMMA3, plain=True),

@@ -1,25 +1,35 @@
 """A Mixture-of-Experts layer: router → dispatch → experts → combine, and what every way of dispatching offers.
 
-Owns the interface between a layer and whatever carries tokens to experts, and the dispatcher of a single rank. Knows
-nothing of files, process groups or placements.
+Owns the interface between a layer and whatever carries tokens to experts, the dispatcher of a single rank, and the
+memory of a layer's experts. Knows nothing of files, process groups or placements.
 
 Words: a layer has logical experts; a *slot* is a place for the weights of one on this rank, and may be empty. `layer`
 counts MoE layers only, from 0.
 
-Shape legend: T tokens of this rank, K experts of a token, E logical experts, C hidden size, S slots, N rows that this
-rank's experts get.
+Shape legend: L layers, T tokens of this rank, K experts of a token, E logical experts, C hidden size, I intermediate
+size, S slots, N rows that this rank's experts get.
 """
 
 from __future__ import annotations
 
+import hashlib
+import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from nobiru.layers.activation import Activation
+from nobiru.layers.decoder_block import FeedForward
+from nobiru.layers.routing import Router
+from nobiru.ops.grouped_gemm import choose_layout
+from nobiru.ops.scratch import Scratch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,3 +107,147 @@ def weighted_sum(y_KTC: Sequence[Tensor], weight_TK: Tensor) -> Tensor:
     for k, y_TC in enumerate(y_KTC):
         sum_TC.addcmul_(y_TC.float(), weight_TK[:, k, None])
     return sum_TC.to(y_KTC[0].dtype)
+
+
+class Experts:
+    """The experts of one layer, in slots at fixed addresses.
+
+    An expert is down(activation(gate x) * up x), with gate and up fused. A slot's memory is one run of bytes in an
+    arrangement that `layout_id` names: ranks where it is equal can copy slots from one another byte for byte. On CPUs
+    a slot that nobody wrote takes no memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Activation,
+        compute: torch.dtype,
+        stored: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Arithmetic in `compute`, with weights that `stored` holds exactly."""
+        wide = choose_layout(2 * intermediate_size, hidden_size, compute=compute, stored=stored, device=device)
+        narrow = choose_layout(hidden_size, intermediate_size, compute=compute, stored=stored, device=device)
+        self.num_slots = num_slots
+        self.hidden_size = hidden_size
+        self.dtype = compute
+        self.layout_id = f"{wide.name}-{hidden_size}x{intermediate_size}"
+        # What of a slot's memory holds weights; the rest fills up its last page.
+        self.slot_bytes = wide.num_bytes + narrow.num_bytes
+        self._activation = activation
+        self._memory = _PagedMemory(num_slots, self.slot_bytes, device)
+        self._gate_up = wide.make(self._memory.rows[:, : wide.num_bytes])
+        self._down = narrow.make(self._memory.rows[:, wide.num_bytes : self.slot_bytes])
+
+    def compute(self, rows_NC: Tensor, counts_S: Sequence[int]) -> Tensor:
+        """Each row through its slot's expert, [N, C]; rows are sorted by slot, `counts_S` of them for each."""
+        if not rows_NC.shape[0]:
+            return rows_NC
+        gate_NI, up_NI = self._gate_up(rows_NC, counts_S).chunk(2, -1)
+        return self._down(self._activation.apply(gate_NI) * up_NI, counts_S)
+
+    def write(self, slot: int, gate_up_AC: Tensor, down_CI: Tensor) -> None:
+        """Put an expert's weights, A = 2 I rows of gate and up and those of down, into a slot."""
+        self._gate_up.write(slot, gate_up_AC)
+        self._down.write(slot, down_CI)
+
+    def read(self, slot: int) -> tuple[Tensor, Tensor]:
+        """What was written."""
+        return self._gate_up.read(slot), self._down.read(slot)
+
+    def memory(self, slot: int) -> Tensor:
+        """The slot's bytes, uint8 [slot_bytes], always at the same address: to send, or to receive into."""
+        return self._memory.rows[slot, : self.slot_bytes]
+
+    def checksum(self, slot: int) -> str:
+        """Of the slot's bytes; equal wherever `layout_id` and weights are."""
+        return hashlib.blake2b(self.memory(slot).cpu().numpy().data, digest_size=16).hexdigest()
+
+    def vacate(self, slot: int) -> None:
+        """Forget a slot's weights; on CPUs its memory goes back to the system."""
+        self._memory.release(slot)
+
+
+class _PagedMemory:
+    """Rows of bytes that begin at pages; zeros at first, and on CPUs no row takes memory before it is written."""
+
+    def __init__(self, num_rows: int, num_bytes: int, device: torch.device) -> None:
+        self._row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = num_rows * self._row_bytes
+        self._pages: mmap.mmap | None = None
+        if device.type == "cpu":
+            self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = torch.frombuffer(self._pages, dtype=torch.uint8)
+        else:
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.rows = memory.view(num_rows, self._row_bytes)
+
+    def release(self, row: int) -> None:
+        if self._pages is None:
+            self.rows[row].zero_()
+        else:
+            self._pages.madvise(mmap.MADV_DONTNEED, row * self._row_bytes, self._row_bytes)
+
+
+class ExpertLoads:
+    """How many tokens were routed to each expert. Several threads may count at once."""
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self._lock = threading.Lock()
+        self._counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+
+    def count(self, layer: int, expert_TK: Tensor) -> None:
+        experts = expert_TK.flatten()
+        with self._lock:
+            self._counts_LE[layer].scatter_add_(0, experts, self._one.expand(len(experts)))
+
+    def take(self) -> Tensor:
+        """Counts since the last call, int64 [L, E] on the CPU."""
+        with self._lock:
+            counts_LE = self._counts_LE.cpu().clone()
+            self._counts_LE.zero_()
+        return counts_LE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExpert:
+    """An expert that every token goes to; `gate`, C → 1, scales its result by a sigmoid."""
+
+    mlp: FeedForward
+    gate_1C: Tensor | None = None
+
+    def __call__(self, x_TC: Tensor, scratch: Scratch | None) -> Tensor:
+        y_TC = self.mlp(x_TC, scratch)
+        return y_TC if self.gate_1C is None else y_TC * F.linear(x_TC, self.gate_1C).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeMlp:
+    """The feed-forward of MoE layer number `layer`."""
+
+    layer: int
+    top_k: int
+    router: Router
+    experts: Experts
+    shared: SharedExpert | None
+    loads: ExpertLoads
+
+    def __call__(self, x_TC: Tensor, dispatcher: Dispatcher, scratch: Scratch | None = None) -> Tensor:
+        """What the layer adds to x, [T, C]."""
+        routing = self.router(x_TC)
+        self.loads.count(self.layer, routing.expert_TK)
+        sent = dispatcher.dispatch(self.layer, x_TC, routing.expert_TK)
+        y_TC = dispatcher.combine(self.experts.compute(sent.rows_NC, sent.counts_S), sent, routing.weight_TK)
+        return y_TC if self.shared is None else y_TC.add_(self.shared(x_TC, scratch))
+
+    def run_idle(self, dispatcher: Dispatcher) -> None:
+        """Compute what other ranks send, with no token of this one."""
+        experts, device = self.experts, self.experts.memory(0).device
+        x_TC = torch.empty(0, experts.hidden_size, dtype=experts.dtype, device=device)
+        sent = dispatcher.dispatch(self.layer, x_TC, torch.empty(0, self.top_k, dtype=torch.int64, device=device))
+        no_weights_TK = torch.empty(0, self.top_k, device=device)
+        dispatcher.combine(experts.compute(sent.rows_NC, sent.counts_S), sent, no_weights_TK)

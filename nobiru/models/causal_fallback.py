@@ -50,6 +50,7 @@ class CausalFallback:
     """A decoder of `transformers` whose attention is that of `interface`. `head` is None for embedding models."""
 
     is_reentrant = False
+    moe = None
 
     def __init__(
         self, body: Any, head: _Head | None, interface: _AttentionInterface, shape: _CacheShape, vocab_size: int

@@ -25,6 +25,7 @@ from nobiru.layers.linear import Linear, make_linear
 from nobiru.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
 from nobiru.layers.rotary import KINDS, Rotary, side_by_side
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
+from nobiru.models.moe import MoeConfig, MoeParts, SlotChoice, load_moe
 from nobiru.models.weights import ModelWeights, Precision
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
@@ -67,9 +68,10 @@ class DecoderConfig:
 
 
 class Decoder:
-    """`forward` maps a step's tokens to hidden states, `logits` some of those to scores for the next token."""
+    """`forward` maps a step's tokens to hidden states, `logits` some of those to scores for the next token.
 
-    is_reentrant = True
+    `moe` are its MoE layers, if it has any.
+    """
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Decoder:
         blocks: list[DecoderBlock],
         norm: RmsNorm,
         head: Linear | None,
+        moe: MoeParts | None = None,
     ) -> None:
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
@@ -91,6 +94,11 @@ class Decoder:
         self._blocks = blocks
         self._norm = norm
         self._head = head
+        self.moe = moe
+
+    @property
+    def is_reentrant(self) -> bool:
+        return self.moe is None or self.moe.is_reentrant
 
     def forward(
         self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
@@ -113,6 +121,7 @@ def read_decoder(
     *,
     windows: Sequence[int | None] | None = None,
     default_head_size: int | None = None,
+    default_norm_eps: float = 1e-6,
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
@@ -140,7 +149,7 @@ def read_decoder(
         head_size=head_size,
         vocab_size=fields.size("vocab_size"),
         activation=fields.activation("hidden_act", "silu"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", default_norm_eps),
         rope=_read_rope(folder, fields, head_size),
         # A window that no text outgrows need not be looked at.
         windows=tuple(None if window is None or window >= folder.max_model_len else window for window in windows),
@@ -175,8 +184,16 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def load_decoder(folder: ModelFolder, config: DecoderConfig, precision: Precision, device: torch.device) -> Decoder:
-    """The decoder of a folder, with its head if it is a language model."""
+def load_decoder(
+    folder: ModelFolder,
+    config: DecoderConfig,
+    precision: Precision,
+    device: torch.device,
+    *,
+    moe: MoeConfig | None = None,
+    slots_LS: SlotChoice | None = None,
+) -> Decoder:
+    """The decoder of a folder, with its head if it is a language model, and with experts in the layers of `moe`."""
     weights = ModelWeights(
         folder.transformer_path,
         anchor=_TABLE,
@@ -186,11 +203,17 @@ def load_decoder(folder: ModelFolder, config: DecoderConfig, precision: Precisio
         device=device,
     )
     words_VC, head = _read_ends(weights, config, folder)
-    blocks = [_read_block(weights, layer, config, None) for layer in range(config.num_layers)]
+    parts = None if moe is None else load_moe(weights, moe, precision, device, slots_LS)
+    blocks = [
+        _read_block(weights, layer, config, None if parts is None else parts.feed_forward(layer))
+        for layer in range(config.num_layers)
+    ]
     norm = read_norm(weights, "norm", config)
     weights.finish()
+    if parts is not None:
+        parts.fill()
     rotary = Rotary(config.rope, head_size=config.head_size, num_positions=folder.max_model_len, device=device)
-    return Decoder(config, words_VC=words_VC, rotary=rotary, blocks=blocks, norm=norm, head=head)
+    return Decoder(config, words_VC=words_VC, rotary=rotary, blocks=blocks, norm=norm, head=head, moe=parts)
 
 
 def _read_ends(weights: ModelWeights, config: DecoderConfig, folder: ModelFolder) -> tuple[Tensor, Linear | None]:

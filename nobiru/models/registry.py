@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nobiru.errors import ModelFolderError
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.bert import load_bert, load_roberta
 from nobiru.models.causal_fallback import load_causal_fallback
@@ -16,8 +17,12 @@ from nobiru.models.distilbert import load_distilbert
 from nobiru.models.fallback import load_fallback
 from nobiru.models.llama import load_llama
 from nobiru.models.mistral import load_mistral
+from nobiru.models.mixtral import load_mixtral
+from nobiru.models.moe import MoeParts, SlotChoice
 from nobiru.models.mpnet import load_mpnet
+from nobiru.models.olmoe import load_olmoe
 from nobiru.models.qwen import load_qwen2, load_qwen3
+from nobiru.models.qwen_moe import load_qwen2_moe, load_qwen3_moe
 from nobiru.models.weights import Precision
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
@@ -37,14 +42,20 @@ class Encoder(Protocol):
 
 class CausalModel(Protocol):
     """Runs over a KV cache of `num_layers` layers with `num_kv_heads` heads of `head_size` values in `dtype`, which is
-    also the dtype of arithmetic. Several threads may call `forward` and `logits` at once if `is_reentrant`."""
+    also the dtype of arithmetic. Several threads may call `forward` and `logits` at once if `is_reentrant`. `moe` are
+    its MoE layers, where their experts may be spread over ranks."""
 
-    is_reentrant: bool
     num_layers: int
     num_kv_heads: int
     head_size: int
     vocab_size: int
     dtype: torch.dtype
+
+    @property
+    def is_reentrant(self) -> bool: ...
+
+    @property
+    def moe(self) -> MoeParts | None: ...
 
     def forward(
         self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
@@ -57,6 +68,7 @@ class CausalModel(Protocol):
 
 Loader = Callable[[ModelFolder, Precision, torch.device], Encoder]
 CausalLoader = Callable[[ModelFolder, Precision, torch.device], CausalModel]
+MoeLoader = Callable[[ModelFolder, Precision, torch.device, SlotChoice | None], CausalModel]
 
 NATIVE: Mapping[str, Loader] = MappingProxyType(
     {
@@ -75,11 +87,30 @@ NATIVE_CAUSAL: Mapping[str, CausalLoader] = MappingProxyType(
 )
 
 
+# What may hold some of a model's experts only.
+NATIVE_MOE: Mapping[str, MoeLoader] = MappingProxyType(
+    {"mixtral": load_mixtral, "olmoe": load_olmoe, "qwen2_moe": load_qwen2_moe, "qwen3_moe": load_qwen3_moe}
+)
+
+
 def load_encoder(folder: ModelFolder, precision: Precision, device: torch.device) -> Encoder:
     """The encoder of a folder; `ModelFolderError` names what cannot be honoured."""
     return NATIVE.get(folder.model_type, load_fallback)(folder, precision, device)
 
 
-def load_causal(folder: ModelFolder, precision: Precision, device: torch.device) -> CausalModel:
-    """The decoder of a folder with `is_causal`; `ModelFolderError` names what cannot be honoured."""
+def load_causal(
+    folder: ModelFolder, precision: Precision, device: torch.device, *, slots: SlotChoice | None = None
+) -> CausalModel:
+    """The decoder of a folder with `is_causal`; `ModelFolderError` names what cannot be honoured.
+
+    `slots` [MoE layers, slots] is which logical expert goes into which slot of this rank, -1 for none; without it every
+    expert goes into the slot of its number.
+    """
+    if folder.model_type in NATIVE_MOE:
+        return NATIVE_MOE[folder.model_type](folder, precision, device, slots)
+    if slots is not None:
+        raise ModelFolderError(
+            f"{folder.path}: experts of {folder.model_type!r} cannot be spread over ranks; those of "
+            f"{', '.join(NATIVE_MOE)} can"
+        )
     return NATIVE_CAUSAL.get(folder.model_type, load_causal_fallback)(folder, precision, device)

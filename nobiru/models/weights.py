@@ -21,8 +21,10 @@ from torch import Tensor
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.files import read_object
+from nobiru.models.safetensors_file import SafetensorsFile
 
-_SAFETENSORS = "model.safetensors"
+_SUFFIX = ".safetensors"
+_SAFETENSORS = f"model{_SUFFIX}"
 _PICKLED = "pytorch_model.bin"
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 # Buffers that older versions of transformers saved; they follow from the configuration.
@@ -47,6 +49,7 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._opened: dict[Path, Any] = {}
+        self._in_parts: dict[Path, SafetensorsFile] = {}
         self._files = self._locate()
 
     @property
@@ -63,6 +66,24 @@ class TensorFiles:
         with _readable(file):
             tensor: Tensor = opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file = self._files[name]
+        return self._parts(file).shape(name) if file.suffix == _SUFFIX else tuple(self.load(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        file = self._files[name]
+        return self._parts(file).dtype(name) if file.suffix == _SUFFIX else self.load(name).dtype
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Entries along the tensor's first dimension; of safetensors nothing else is read or mapped."""
+        file = self._files[name]
+        return self._parts(file).rows(name, begin, end) if file.suffix == _SUFFIX else self.load(name)[begin:end]
+
+    def _parts(self, file: Path) -> SafetensorsFile:
+        if file not in self._in_parts:
+            self._in_parts[file] = SafetensorsFile(file)
+        return self._in_parts[file]
 
     def _locate(self) -> dict[str, Path]:
         """Which file holds which tensor. Safetensors are preferred; pickled files may hold tensors only."""
@@ -81,6 +102,23 @@ class TensorFiles:
         if file not in self._opened:
             self._opened[file] = _open(file)
         return self._opened[file]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor in its file. Several threads may read at once."""
+
+    files: TensorFiles
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.files.dtype(self.name)
+
+    def rows(self, begin: int | None = None, end: int | None = None) -> Tensor:
+        """Entries along the first dimension, in the file's dtype, on the CPU."""
+        size = self.files.shape(self.name)[0]
+        return self.files.rows(self.name, begin or 0, size if end is None else end)
 
 
 class ModelWeights:
@@ -134,6 +172,20 @@ class ModelWeights:
         """An embedding table, kept in the dtype of weights: its rows are converted when they are looked up."""
         return self._read(name, shape).to(self._device, self._precision.weights, copy=True)
 
+    def take_exact(self, name: str, *shape: int) -> Tensor:
+        """The tensor in float32, not rounded, on the device."""
+        return self._read(name, shape).to(self._device, torch.float32, copy=True)
+
+    def claim(self, name: str, *shape: int) -> StoredTensor | None:
+        """The tensor to be read later and in parts; None, and missing, if the folder has none."""
+        self._unused.discard(name)
+        stored = self._stored_names.get(name)
+        if stored is None:
+            self._missing.append(name)
+            return None
+        _check_shape(self._files.shape(stored), stored, shape, self._files.file_of(stored))
+        return StoredTensor(files=self._files, name=stored)
+
     def finish(self) -> None:
         """Raises `ModelFolderError` if tensors were missing, or if the model has some that nobody took."""
         if self._missing:
@@ -173,11 +225,15 @@ def read_module_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], dev
     return weights
 
 
-def _check(tensor: Tensor, name: str, shape: tuple[int, ...], file: Path) -> None:
-    if tuple(tensor.shape) != shape:
+def _check_shape(found: tuple[int, ...], name: str, shape: tuple[int, ...], file: Path) -> None:
+    if found != shape:
         raise ModelFolderError(
-            f"{file}: tensor {name!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
+            f"{file}: tensor {name!r} has shape {list(found)}, but config.json implies {list(shape)}"
         )
+
+
+def _check(tensor: Tensor, name: str, shape: tuple[int, ...], file: Path) -> None:
+    _check_shape(tuple(tensor.shape), name, shape, file)
     if not tensor.is_floating_point():
         raise ModelFolderError(f"{file}: tensor {name!r} has dtype {tensor.dtype}; floating point is expected")
 
@@ -229,7 +285,7 @@ def _from_index(index: Path) -> dict[str, Path]:
 def _open(file: Path) -> Any:
     """A dictionary of tensors for a pickled file, else an open safetensors file."""
     with _readable(file):
-        if file.suffix == ".safetensors":
+        if file.suffix == _SUFFIX:
             return safe_open(file, framework="pt", device="cpu")
         # Only torch's zip format can be mapped; older files are read whole.
         mapped = zipfile.is_zipfile(file)

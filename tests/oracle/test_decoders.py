@@ -20,7 +20,7 @@ from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.causal_fallback import CausalFallback
 from nobiru.models.decoder import Decoder
-from nobiru.models.registry import NATIVE_CAUSAL, CausalModel, load_causal
+from nobiru.models.registry import NATIVE_CAUSAL, NATIVE_MOE, CausalModel, load_causal
 from nobiru.models.weights import FLOAT32, Precision
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
@@ -114,13 +114,13 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance:
 def test_prompts_chunks_and_single_tokens(case: Callable[[str], Case], name: str) -> None:
     one = case(name)
     model = one.load()
-    assert isinstance(model, Decoder if one.folder.model_type in NATIVE_CAUSAL else CausalFallback)
+    assert isinstance(model, Decoder if one.folder.model_type in {*NATIVE_CAUSAL, *NATIVE_MOE} else CausalFallback)
     assert (model.num_layers, model.vocab_size, model.dtype) == (3, one.folder.vocab_size, torch.float32)
     for first, later in ((1000, 1), (13, 13), (6, 1)):
         assert_close(Steps(model, one.folder, one.texts).run(first, later), one.expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "qwen3-moe", "olmoe"])
 def test_texts_at_different_places_of_their_lives(case: Callable[[str], Case], name: str) -> None:
     """One step has a new prompt, a chunk in the middle and single tokens."""
     one = case(name)
@@ -132,7 +132,9 @@ def test_texts_at_different_places_of_their_lives(case: Callable[[str], Case], n
     assert_close([torch.cat(parts) for parts in steps.results], one.expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3", "mistral", "gemma", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-biases", "qwen2", "qwen3", "mistral", "gemma", "mixtral", "qwen2-moe", "olmoe"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close(case: Callable[[str], Case], name: str, dtype: torch.dtype) -> None:
     one = case(name)
@@ -144,7 +146,7 @@ def test_half_precision_is_close(case: Callable[[str], Case], name: str, dtype: 
     assert float((found - expected).abs().mean() / expected.abs().mean()) <= 0.1
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases", "qwen3-moe"])
 def test_rounded_weights_in_exact_arithmetic(case: Callable[[str], Case], name: str) -> None:
     """bfloat16 without instructions for it: `transformers` with weights rounded to it, in float32."""
     one = case(name)

@@ -12,14 +12,16 @@ from benchmarks.generate_parity import MODES, load_reference, make_prompts, refe
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "models"
 
+TRAINED = ("stories260K", "stories260K-moe8x-noisy", "stories260K-qwen3moe8x-noisy")
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "stories260K"])
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3-moe", "olmoe", *TRAINED])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param != "stories260K":
+    if request.param not in TRAINED:
         return make(request.param, tmp_path_factory.mktemp("model"))
     place = Path(os.environ.get("NOBIRU_SHARED_MODELS", SHARED)) / request.param
     if not place.is_dir():
-        pytest.skip("stories260K is not at hand")
+        pytest.skip(f"{request.param} is not at hand")
     return place
 
 

@@ -1,0 +1,88 @@
+"""Reads parts of tensors from one safetensors file, without mapping it.
+
+Owns the file's format (https://github.com/huggingface/safetensors#format) as far as reading needs it. A mapped file
+counts as the process' memory page by page, ends the process with a signal if somebody cuts it short, and changes under
+the reader's hands if somebody writes into it; positioned reads do none of that. The descriptor stays open, so a file
+that was replaced since still gives what it had; one that was changed in place is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nobiru.errors import ModelFolderError
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_HEADER_BYTES = 100_000_000
+
+
+class SafetensorsFile:
+    """Several threads may read at once."""
+
+    def __init__(self, path: Path) -> None:
+        """`ModelFolderError` if it cannot be opened or is not such a file."""
+        self._path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelFolderError(f"{path} cannot be read: {error}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+        self._state = self._current_state()
+        size = int.from_bytes(self._read(bytearray(8), 0), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise self._damaged(f"its header would have {size} bytes")
+        self._begin = 8 + size
+        try:
+            self._tensors: dict[str, dict[str, Any]] = json.loads(self._read(bytearray(size), 8))
+        except ValueError:
+            raise self._damaged("its header is not JSON") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """`ModelFolderError` unless it is floating point of 16 bits or more."""
+        dtype = self._tensors[name]["dtype"]
+        if dtype not in _DTYPES:
+            raise ModelFolderError(f"{self._path}: tensor {name!r} has dtype {dtype}; floating point is expected")
+        return _DTYPES[dtype]
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """A copy of the tensor's entries `begin` to `end` (exclusive) along its first dimension, on the CPU."""
+        dtype, shape = self.dtype(name), self.shape(name)
+        rows = torch.empty((end - begin, *shape[1:]), dtype=dtype)
+        row_bytes = rows[:1].nbytes
+        first, last = self._tensors[name]["data_offsets"]
+        if last - first != row_bytes * shape[0]:
+            raise self._damaged(f"tensor {name!r} has {last - first} bytes")
+        self._read(rows.view(torch.uint8).numpy().data.cast("B"), self._begin + first + begin * row_bytes)
+        if self._current_state() != self._state:
+            raise ModelFolderError(f"{self._path} was changed since it was opened; it must stay as it is")
+        return rows
+
+    def _read(self, target: Any, offset: int) -> Any:
+        """Fill `target`; a read gives 2 GiB at most."""
+        view, done = memoryview(target), 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise ModelFolderError(f"{self._path} cannot be read: {error}") from None
+            if not count:
+                raise self._damaged(f"it ends at byte {offset + done}")
+            done += count
+        return target
+
+    def _current_state(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def _damaged(self, reason: str) -> ModelFolderError:
+        return ModelFolderError(f"{self._path} is damaged or not a safetensors file: {reason}")
