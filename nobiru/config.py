@@ -34,8 +34,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     The KV cache of causal models is `kv_cache_memory_bytes` large, or the share `kv_cache_memory_share` of the memory
     that is free once the weights are loaded, in blocks of `block_size` tokens. With `async_scheduling` a step is
-    planned while the one before runs; None: on CUDA, where the device need not wait for it then. A server runs
-    `data_parallel_size` ranks.
+    planned while the one before runs; None: on CUDA, where the device need not wait for it then.
+
+    A server runs `data_parallel_size` ranks. With `enable_expert_parallel` they spread the experts of a
+    Mixture-of-Experts model among them, and `num_redundant_experts` more copies of them in each layer. `enable_eplb`
+    moves experts to where they balance the load of the last `eplb_window_size` steps, every `eplb_step_interval` steps.
+    A step of the group that takes `step_timeout_s` has failed.
     """
 
     model: str
@@ -53,6 +57,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    num_redundant_experts: int = 0
+    enable_eplb: bool = False
+    eplb_window_size: int = 1000
+    eplb_step_interval: int = 3000
+    step_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, get_args(Dtype))
@@ -64,7 +74,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _at_least("num_threads", self.num_threads, 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _at_least("block_size", self.block_size, 1)
-        _at_least("data_parallel_size", self.data_parallel_size, 1)
+        for name in ("data_parallel_size", "eplb_window_size", "eplb_step_interval"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("num_redundant_experts", self.num_redundant_experts, 0)
+        if not self.step_timeout_s > 0:
+            raise ConfigError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0", param="step_timeout_s")
         share = self.kv_cache_memory_share
         if share is not None and not 0 < share <= 1:
             raise ConfigError(

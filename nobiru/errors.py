@@ -99,6 +99,14 @@ class InferenceError(NobiruError):
     code = "inference_failed"
 
 
+class GroupError(NobiruError):
+    """A group of ranks could not be formed, or an exchange in it failed: some member is gone, or too late."""
+
+    status = 500
+    type = "server_error"
+    code = "group_failed"
+
+
 class RequestKilledRankError(NobiruError):
     """The rank died three times with this request, the last time with this request alone."""
 

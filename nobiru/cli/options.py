@@ -68,7 +68,8 @@ ENGINE_OPTIONS = _same_name(
     "async_scheduling",
 )
 SERVER_OPTIONS = (
-    *_same_name(EngineConfig, "data_parallel_size"),
+    *_same_name(EngineConfig, "data_parallel_size", "enable_expert_parallel", "num_redundant_experts"),
+    *_same_name(EngineConfig, "enable_eplb", "eplb_window_size", "eplb_step_interval", "step_timeout_s"),
     *_same_name(ServerConfig, "host", "port", "max_body_bytes", "auto_truncate", "max_queued_tokens"),
     *_same_name(ServerConfig, "rank_timeout_s", "access_log", "log_format", "log_level"),
     ConfigOption(name="served_model_name", config=ServerConfig, field="served_model_names"),
@@ -178,7 +179,38 @@ SchedulingPolicy = Annotated[
 ]
 DataParallelSize = Annotated[
     int | None,
-    _option(PARALLEL, "Rank processes, each with the whole model.", _engine("data_parallel_size")),
+    _option(PARALLEL, "Rank processes; without expert parallelism each has the whole model.", "1"),
+]
+EnableExpertParallel = Annotated[
+    bool | None,
+    _option(
+        PARALLEL,
+        "Spread the experts of a Mixture-of-Experts model over the ranks.",
+        "no-enable-expert-parallel",
+        "--enable-expert-parallel/--no-enable-expert-parallel",
+    ),
+]
+NumRedundantExperts = Annotated[
+    int | None, _option(PARALLEL, "Copies of experts beyond one of each, in every layer.", "0")
+]
+EnableEplb = Annotated[
+    bool | None,
+    _option(
+        PARALLEL,
+        "Move experts between ranks while serving, so that they are equally busy.",
+        "no-enable-eplb",
+        "--enable-eplb/--no-enable-eplb",
+    ),
+]
+EplbWindowSize = Annotated[
+    int | None, _option(PARALLEL, "Steps whose load counts for that.", _engine("eplb_window_size"))
+]
+EplbStepInterval = Annotated[
+    int | None, _option(PARALLEL, "Steps between two looks at the balance.", _engine("eplb_step_interval"))
+]
+StepTimeoutS = Annotated[
+    float | None,
+    _option(PARALLEL, "Seconds after which a step of the ranks together has failed.", _engine("step_timeout_s")),
 ]
 KvCacheMemoryBytes = Annotated[
     int | None, _option(CACHE, "Memory for keys and values of a causal model.", "a share of what is free")

@@ -5,7 +5,7 @@ The one module above the runner that needs torch, so the HTTP process never impo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,10 @@ import torch
 from nobiru import env, machine
 from nobiru.config import EngineConfig
 from nobiru.engine.core import EngineCore
+from nobiru.engine.expert_member import ExpertMember, StandInDispatcher, choose_slots
 from nobiru.engine.limits import default_token_budget, scheduler_config
+from nobiru.engine.messages import Inventory
+from nobiru.errors import ConfigError
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.kv import cache
@@ -34,32 +37,50 @@ Info = dict[str, str | int | float | bool | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A loaded model and its step loop. `info` is what the start line says."""
+    """A loaded model and its step loop. `info` is what the start line says.
+
+    `member` and `inventory` are those of an expert-parallel rank.
+    """
 
     core: EngineCore
     runner: PoolingRunner | CausalRunner
     folder: ModelFolder
     info: Info
+    member: ExpertMember | None = None
+    inventory: Inventory | None = None
 
 
 def build_engine(
-    config: EngineConfig, *, default_budget: int, on_plan: Callable[[Plan], None] = lambda plan: None
+    config: EngineConfig,
+    *,
+    default_budget: int,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    position: int = 0,
+    slots: Sequence[Sequence[int]] | None = None,
 ) -> Engine:
     """Load the model of `config`; raises `ConfigError` or `ModelFolderError`.
 
-    `default_budget` is the number of tokens an encoder's step takes on a CPU when `config` does not say.
+    `default_budget` is the number of tokens an encoder's step takes on a CPU when `config` does not say. With expert
+    parallelism, `position` is the rank's place in its group and `slots` the experts it holds, for each MoE layer.
     """
     num_threads = config.num_threads or machine.default_num_threads()
     torch.set_num_threads(num_threads)
     folder = read_folder(Path(config.model), max_model_len=config.max_model_len)
-    load = CausalRunner.load if folder.is_causal else PoolingRunner.load
-    runner = load(folder, dtype=config.dtype, device=config.device, max_model_len=folder.max_model_len)
+    limit = folder.max_model_len
+    runner: PoolingRunner | CausalRunner
+    if folder.is_causal:
+        chosen = choose_slots(config, position, slots) if config.enable_expert_parallel else None
+        runner = CausalRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit, slots=chosen)
+    else:
+        runner = PoolingRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit)
     pool = _make_cache(runner, config, folder) if isinstance(runner, CausalRunner) else None
+    member, inventory = _join(runner, config)
     runner.warm_up()
     on_cuda = runner.device_type == "cuda"
     budget = default_token_budget(folder, default=default_budget, on_cuda=on_cuda)
     limits = scheduler_config(config, folder, default_budget=budget)
     plans_ahead = on_cuda if config.async_scheduling is None else config.async_scheduling
+    plans_ahead = plans_ahead and member is None  # members plan after they have agreed to step
     info: Info = {
         "model": folder.name,
         **runner.describe(),
@@ -74,11 +95,11 @@ def build_engine(
         info |= {"kv_cache_tokens": pool.num_blocks * pool.block_size, "async_scheduling": plans_ahead}
     core = EngineCore(
         Scheduler(limits, pool),
-        _make_executor(runner),
+        _make_executor(runner, retries=member is None),
         on_plan=on_plan,
         worker=_make_worker(num_threads) if plans_ahead else None,
     )
-    return Engine(core=core, runner=runner, folder=folder, info=info)
+    return Engine(core=core, runner=runner, folder=folder, info=info, member=member, inventory=inventory)
 
 
 def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder) -> BlockPool:
@@ -96,11 +117,32 @@ def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder)
     return BlockPool(num_blocks, config.block_size)
 
 
-def _make_executor(runner: RunnerLike) -> Executor:
+def _join(runner: PoolingRunner | CausalRunner, config: EngineConfig) -> tuple[ExpertMember | None, Inventory | None]:
+    """What an expert-parallel rank has beside; (None, None) for others."""
+    if not config.enable_expert_parallel:
+        return None, None
+    moe = runner.moe if isinstance(runner, CausalRunner) else None
+    if moe is None:
+        raise ConfigError(
+            "enable_expert_parallel is set, but the model has no experts; leave it out, and ranks hold the whole model",
+            param="enable_expert_parallel",
+        )
+    moe.dispatcher = StandInDispatcher(moe)  # until an epoch begins
+    inventory = Inventory(
+        num_experts=moe.num_experts,
+        expert_bytes=moe.expert_bytes,
+        shape=(moe.num_layers, moe.slot_capacity),
+        slots=moe.slots_LS.astype("<i4").tobytes(),
+    )
+    return ExpertMember(moe, step_timeout_s=config.step_timeout_s), inventory
+
+
+def _make_executor(runner: RunnerLike, *, retries: bool) -> Executor:
+    """Without `retries` a failed forward pass ends the rank: the others would not take part in a second one."""
     faults = env.fault_injection()
     return Executor(
         FaultyRunner(runner, parse_faults(faults)) if faults else runner,
-        is_fatal=device_errors.is_fatal,
+        is_fatal=device_errors.is_fatal if retries else lambda error: True,
         is_out_of_memory=device_errors.is_out_of_memory,
         free_memory=device_errors.free_memory,
     )

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -22,13 +22,16 @@ import zmq.asyncio
 from nobiru.config import EngineConfig, SchedulerConfig
 from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine import messages
+from nobiru.engine.expert_group import ExpertGroup
 from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
 from nobiru.engine.group import RankGroup
 from nobiru.engine.ledger import Entry, Ledger
 from nobiru.engine.messages import (
     Abort,
+    Awake,
     Crashed,
     EngineState,
+    Formed,
     Idle,
     Loaded,
     Probe,
@@ -36,6 +39,8 @@ from nobiru.engine.messages import (
     StartFailed,
     StepDone,
     Stop,
+    StoreReady,
+    Suspended,
 )
 from nobiru.engine.rank_spec import RankSpec
 from nobiru.engine.recorder import FlightRecorder
@@ -92,13 +97,22 @@ class ZmqClient:
         self._group = RankGroup(
             self._launch,
             size=config.data_parallel_size,
-            needs_all=False,
+            needs_all=config.enable_expert_parallel,
             recorder_capacity=limits.max_num_seqs,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
             on_loaded=self._on_loaded,
             on_lost=self._on_lost,
         )
+        self._experts: ExpertGroup | None = None
+        if config.enable_expert_parallel:
+            self._experts = ExpertGroup(
+                size=config.data_parallel_size,
+                endpoint=self._endpoint,
+                environment=environment,
+                send=self._send_to,
+                on_begin=self._on_begin,
+            )
         self._serving: dict[str, Rank] = {}
         self._futures: dict[Entry, asyncio.Future[Vectors]] = {}
         self._states: dict[str, EngineState] = {}
@@ -125,6 +139,8 @@ class ZmqClient:
         socket.bind(self._endpoint)
         self._receiver = asyncio.create_task(self._receive(socket), name="rank-messages")
         self._group.start()
+        if self._experts is not None:
+            self._experts.start()
         self._receiver.add_done_callback(self._group.give_up_after)
 
     async def stop(self) -> None:
@@ -132,6 +148,8 @@ class ZmqClient:
         for rank in self._serving.values():
             self._send(rank, Stop())
         await self._group.stop()
+        if self._experts is not None:
+            await self._experts.stop()
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
@@ -216,7 +234,9 @@ class ZmqClient:
             }
             for rank in self._group.ranks
         ]
-        return {"epoch": self._group.num_restarts, "ranks": ranks}
+        if self._experts is None:
+            return {"epoch": self._group.num_restarts, "ranks": ranks}
+        return {"epoch": self._experts.epoch, "ranks": ranks, "placement": self._experts.status()}
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
@@ -226,6 +246,7 @@ class ZmqClient:
             position=position,
             endpoint=self._endpoint,
             recorder_fd=recorder.fd,
+            slots=self._experts.slots_of(position) if self._experts is not None else None,
             engine=self._config,
             log_level=self._log_level,
         )
@@ -234,8 +255,18 @@ class ZmqClient:
     def _on_loaded(self, rank: Rank, message: Loaded) -> None:
         self.model_info = dict(message.info)
         self._ledger.max_slice_tokens = message.max_num_batched_tokens
-        self._serving[rank.rank_id] = rank
         self.last_forward_s = time.monotonic()  # loading ends with a warm-up pass
+        if self._experts is not None:
+            assert message.inventory is not None
+            self._experts.rank_loaded(rank.rank_id, rank.position, message.inventory)
+        else:
+            self._on_begin([rank.rank_id])
+
+    def _on_begin(self, rank_ids: Iterable[str]) -> None:
+        """These ranks take requests from now on."""
+        for rank in self._group.ranks:
+            if rank.rank_id in rank_ids:
+                self._serving[rank.rank_id] = rank
         self._send_slices()
         self._send_children()
 
@@ -243,6 +274,8 @@ class ZmqClient:
         self._serving.pop(rank.rank_id, None)
         self._states.pop(rank.rank_id, None)
         self._observer.rank_restarted()
+        if self._experts is not None:
+            self._experts.rank_lost(rank.rank_id)
         for entry in self._ledger.rank_lost(rank.rank_id, executing):
             self._resolve(entry)
         self._generation.rank_lost(rank.rank_id, executing)
@@ -264,9 +297,12 @@ class ZmqClient:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             identity, payload = await socket.recv_multipart()
+            message = messages.decode_from_rank(payload)
             rank = self._group.find(identity)
             if rank is not None:
-                self._handle(rank, messages.decode_from_rank(payload))
+                self._handle(rank, message)
+            elif isinstance(message, StoreReady) and self._experts is not None:
+                self._experts.store_is_ready(message)
 
     def _handle(self, rank: Rank, message: messages.FromRank) -> None:
         match message:
@@ -274,6 +310,9 @@ class ZmqClient:
                 self._step_done(rank, message)
             case Idle():
                 self._observe(rank, message.state)
+            case Formed() | Suspended() | Awake():
+                assert self._experts is not None, "only expert-parallel ranks say so"
+                self._experts.handle(rank.rank_id, message)
             case ProbeDone():
                 self.last_forward_s = time.monotonic()
                 if (future := self._probes.get(message.nonce)) is not None and not future.done():
@@ -352,8 +391,11 @@ class ZmqClient:
                 self._send(rank, Abort(slice_ids=slice_ids))
 
     def _send(self, rank: Rank, message: messages.ToRank) -> None:
+        self._send_to(rank.rank_id, message)
+
+    def _send_to(self, identity: str, message: messages.ToRank) -> None:
         assert self._socket is not None
-        sent = self._socket.send_multipart([rank.rank_id.encode(), messages.encode(message)])
+        sent = self._socket.send_multipart([identity.encode(), messages.encode(message)])
         asyncio.ensure_future(sent).add_done_callback(_log_unreachable)
 
 

@@ -7,16 +7,22 @@ given some. Knows nothing of requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from nobiru.config import EngineConfig
 from nobiru.engine.messages import Form
+from nobiru.errors import GroupError
+from nobiru.layers.moe import Dispatched, weighted_sum
 from nobiru.models.moe import MoeParts
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
-from nobiru.parallel.groups import Group, GroupError, connect_store, form_group
-from nobiru.parallel.placement import Placement
+from nobiru.parallel.groups import Group, connect_store, form_group
+from nobiru.parallel.placement import Placement, initial_placement, slot_capacity_for
 from nobiru.scheduler import Plan
 
 FORM_TIMEOUT_S = 10.0
@@ -50,6 +56,7 @@ class ExpertMember:
         self._epoch: _Epoch | None = None
         self.seq = 0
         self.is_asleep = False
+        self.is_before_step = True  # the step that failed had only begun: its plan was not executed
 
     @property
     def epoch(self) -> int | None:
@@ -82,9 +89,7 @@ class ExpertMember:
         control, experts = groups
         tables = ExpertTables(placement)
         self._moe.dispatcher = AllToAllDispatcher(experts, tables)
-        self._epoch = _Epoch(
-            attempt=form.attempt, number=form.epoch, control=control, experts=experts, tables=tables
-        )
+        self._epoch = _Epoch(attempt=form.attempt, number=form.epoch, control=control, experts=experts, tables=tables)
 
     def begin(self, attempt: int) -> None:
         """Every member has formed this attempt."""
@@ -97,6 +102,7 @@ class ExpertMember:
         """Begin a step with the others; whether anybody has work. If not, all of them sleep from now on."""
         epoch = self._epoch
         assert epoch is not None and epoch.has_begun
+        self.is_before_step = True
         record = torch.tensor(
             [
                 epoch.attempt,
@@ -113,6 +119,7 @@ class ExpertMember:
         records_Rn = epoch.control.all_gather_record(record)
         assert bool((records_Rn[:, :3] == record[:3]).all()), "members are in the same step of the same epoch"
         self.seq += 1
+        self.is_before_step = False
         self.is_asleep = not bool(records_Rn[:, _HAS_WORK].any())
         return not self.is_asleep
 
@@ -140,3 +147,48 @@ class ExpertMember:
         if epoch is not None and epoch.attempt <= attempt:
             epoch.control.break_connections()
             epoch.experts.break_connections()
+
+
+class StandInDispatcher:
+    """For warming up before there is a group: all tokens go to experts that this rank holds; results mean nothing."""
+
+    is_reentrant = False
+
+    def __init__(self, moe: MoeParts) -> None:
+        self._first_slots = [int(np.flatnonzero(slots_S >= 0)[0]) for slots_S in moe.slots_LS]
+        self._num_slots = moe.slot_capacity
+
+    def dispatch(self, layer: int, x_TC: Tensor, expert_TK: Tensor) -> Dispatched:
+        counts_S = [0] * self._num_slots
+        counts_S[self._first_slots[layer]] = expert_TK.numel()
+        rows_NC = x_TC.repeat_interleave(expert_TK.shape[1], 0)
+        return Dispatched(rows_NC=rows_NC, counts_S=counts_S, origin=None)
+
+    def combine(self, y_NC: Tensor, dispatched: Dispatched, weight_TK: Tensor) -> Tensor:
+        return weighted_sum(list(y_NC.view(*weight_TK.shape, -1).unbind(1)), weight_TK)
+
+
+def choose_slots(
+    config: EngineConfig, position: int, slots: Sequence[Sequence[int]] | None
+) -> Callable[[int, int], NDArray[np.integer]]:
+    """For the numbers of MoE layers and of experts: which expert goes into which slot of this rank [layers, slots].
+
+    `slots` if they are given, else those of the initial placement. With load balancing there is a spare slot, into
+    which an expert can be copied before it is used there.
+    """
+
+    def choose(num_layers: int, num_experts: int) -> NDArray[np.integer]:
+        if slots is not None:
+            return np.array(slots, dtype=np.int64)
+        size, redundant = config.data_parallel_size, config.num_redundant_experts
+        capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=size)
+        placement = initial_placement(
+            num_layers=num_layers,
+            num_experts=num_experts,
+            num_ranks=size,
+            slot_capacity=capacity + config.enable_eplb,
+            num_redundant=redundant,
+        )
+        return placement.slots[:, position]
+
+    return choose

@@ -13,7 +13,9 @@ import signal
 import sys
 import threading
 import time
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
@@ -24,11 +26,16 @@ from nobiru.engine import messages
 from nobiru.engine.core import EngineCore, StepOutput
 from nobiru.engine.limits import SERVER_TOKEN_BUDGET
 from nobiru.engine.messages import (
+    Abandon,
     Abort,
     Add,
+    Awake,
+    Begin,
     Crashed,
     EngineState,
     Failure,
+    Form,
+    Formed,
     Generate,
     Generated,
     Idle,
@@ -38,11 +45,13 @@ from nobiru.engine.messages import (
     StartFailed,
     StepDone,
     Stop,
+    Suspended,
+    Wake,
 )
-from nobiru.engine.rank_spec import RankSpec
+from nobiru.engine.rank_spec import RankSpec, control_identity
 from nobiru.engine.recorder import FlightRecorder
 from nobiru.engine.sequences import embedding_sequence, generation_sequence
-from nobiru.errors import ConfigError, InvalidRequestError, ModelFolderError, NobiruError
+from nobiru.errors import ConfigError, GroupError, InvalidRequestError, ModelFolderError, NobiruError
 from nobiru.generation import FinishReason, SampledToken
 from nobiru.request import SequenceInput
 from nobiru.runner.faults import parse_faults
@@ -50,15 +59,29 @@ from nobiru.scheduler import CausalState, Part, Plan, Sequence
 
 HEARTBEAT_S = 0.25
 IDLE_POLL_MS = 1000
+PROBE_ID = -1
+
+if TYPE_CHECKING:
+    from nobiru.engine.expert_member import ExpertMember  # brings torch
 
 logger = logging.getLogger(__name__)
 
 
 class RankServer:
-    """Moves messages between the socket and the core, a step at a time."""
+    """Moves messages between the socket and the core, a step at a time.
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], recorder: FlightRecorder) -> None:
+    With `member`, it steps only together with the other members of an epoch, once one has begun.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        socket: zmq.Socket[bytes],
+        recorder: FlightRecorder,
+        member: ExpertMember | None = None,
+    ) -> None:
         self._core = core
+        self._member = member
         self._socket = socket
         self._recorder = recorder
         self._slices: dict[int, range] = {}
@@ -71,21 +94,56 @@ class RankServer:
         """Until a `Stop`. What queued up during a step becomes the next batch."""
         while not self._stopping:
             self._receive_all()
-            output = self._core.step()
+            output = self._core.step() if self._member is None else self._step_together(self._member)
             if output is not None:
                 self._send_results(output)
                 if not self._core.is_executing:
                     self._recorder.step_ends()
             elif self._sent_state.num_running or self._sent_state.num_waiting:
-                self._sent_state = EngineState()
-                self._socket.send(messages.encode(Idle(state=self._sent_state)))
+                self._say_idle()
             self._answer_probes(forward_pass_done=output is not None)
 
+    def _step_together(self, member: ExpertMember) -> StepOutput | None:
+        """One step of the epoch, if there is one and somebody has work; its failure is undone, and the epoch left."""
+        if member.epoch is None or (member.is_asleep and not self._core.has_work):
+            return None
+        epoch = member.epoch
+        if member.is_asleep:
+            self._send(Awake(epoch=epoch, seq=member.seq))
+            member.is_asleep = False
+        plan = self._core.plan()
+        try:
+            if not member.gather(plan):
+                return None
+            if plan is not None:
+                return self._core.run(plan)
+            member.run_idle()
+        except GroupError as error:
+            if plan is not None and member.is_before_step:
+                self._core.scheduler.abandon(plan)
+            logger.warning("leaving epoch %d: %s", epoch, error)
+            member.leave()
+            self._recorder.step_ends()
+            self._send(Suspended(epoch=epoch, error=str(error)))
+        return None
+
+    def _say_idle(self) -> None:
+        """What was left has been aborted."""
+        if not self._core.has_work:
+            self._sent_state = EngineState()
+            self._send(Idle(state=self._sent_state))
+
     def _receive_all(self) -> None:
-        timeout_ms = 0 if self._core.has_work else IDLE_POLL_MS
+        timeout_ms = 0 if self._has_step_to_run() else IDLE_POLL_MS
         while self._socket.poll(timeout_ms):
             self._handle(messages.decode_to_rank(self._socket.recv()))
             timeout_ms = 0
+
+    def _has_step_to_run(self) -> bool:
+        member = self._member
+        if member is None:
+            return self._core.has_work
+        return member.epoch is not None and (self._core.has_work or not member.is_asleep)
 
     def _handle(self, message: messages.ToRank) -> None:
         match message:
@@ -93,6 +151,14 @@ class RankServer:
                 self._add(message)
             case Generate():
                 self._generate(message)
+            case Form():
+                self._form(message)
+            case Begin():
+                self._expert_member.begin(message.attempt)
+            case Wake():
+                self._expert_member.wake(message.epoch, message.seq)
+            case Abandon():
+                self._expert_member.break_out(message.attempt)
             case Abort():
                 for slice_id in message.slice_ids:
                     self._core.abort(self._slices.pop(slice_id, (slice_id,)))
@@ -100,6 +166,22 @@ class RankServer:
                 self._probes.append(message.nonce)
             case Stop():
                 self._stopping = True
+
+    @property
+    def _expert_member(self) -> ExpertMember:
+        assert self._member is not None, "only expert-parallel ranks form groups"
+        return self._member
+
+    def _form(self, form: Form) -> None:
+        try:
+            self._expert_member.form(form)
+        except GroupError as error:
+            self._send(Formed(attempt=form.attempt, error=str(error)))
+        else:
+            self._send(Formed(attempt=form.attempt))
+
+    def _send(self, message: messages.FromRank) -> None:
+        self._socket.send(messages.encode(message))
 
     def _add(self, add: Add) -> None:
         lengths = np.frombuffer(add.lengths, dtype="<i4")
@@ -170,7 +252,7 @@ class RankServer:
             num_tokens=output.num_tokens,
             compute_s=output.compute_s,
         )
-        self._socket.send(messages.encode(done))
+        self._send(done)
         self._forget_slices()
 
     def _state(self, output: StepOutput) -> EngineState:
@@ -201,27 +283,37 @@ class RankServer:
         """A step that just ended proves as much as a pass of the probe's own."""
         if not self._probes:
             return
-        if not forward_pass_done and self._core.scheduler.has_cache:
-            self._core.add([probe_sequence()])
-            self._core.step()
-        elif not forward_pass_done:
-            self._core.executor.execute(probe_plan())
+        if not forward_pass_done and not self._run_probe():
+            return
         for nonce in self._probes:
-            self._socket.send(messages.encode(ProbeDone(nonce=nonce)))
+            self._send(ProbeDone(nonce=nonce))
         self._probes.clear()
+
+    def _run_probe(self) -> bool:
+        """Run a small forward pass; false if it has to wait for the others of the epoch."""
+        scheduler = self._core.scheduler
+        if not scheduler.has_cache:
+            self._core.executor.execute(probe_plan())
+            return True
+        if PROBE_ID not in scheduler.waiting and PROBE_ID not in scheduler.running:
+            self._core.add([probe_sequence()])
+        if self._member is not None:
+            return False
+        self._core.step()
+        return True
 
 
 def probe_plan() -> Plan:
     """The smallest forward pass: one sequence of one token."""
     payload = SequenceInput(token_ids=np.zeros(1, np.int32))
-    sequence = Sequence(seq_id=-1, num_tokens=1, arrival=-1, arrival_s=0.0, payload=payload)
+    sequence = Sequence(seq_id=PROBE_ID, num_tokens=1, arrival=-1, arrival_s=0.0, payload=payload)
     return Plan(parts=(Part(sequence=sequence, start=0, num_tokens=1, is_last=True),), num_tokens=1)
 
 
 def probe_sequence() -> Sequence:
     """The same over the KV cache, in a block that it gets like any other sequence: nobody's may be written."""
     state = CausalState(token_ids=[0], num_prompt_tokens=1, max_num_tokens=1, cache_salt="probe")
-    return Sequence(seq_id=-1, num_tokens=1, arrival=-1, arrival_s=0.0, causal=state)
+    return Sequence(seq_id=PROBE_ID, num_tokens=1, arrival=-1, arrival_s=0.0, causal=state)
 
 
 def _generated(sequence: Sequence, token: SampledToken) -> Generated:
@@ -247,20 +339,30 @@ def main() -> None:
     _in_background("parent-watch", _end_with_parent)
     _in_background("heartbeat", lambda: _beat(recorder))
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, spec.rank_id.encode())
-    socket.setsockopt(zmq.LINGER, 2000)
-    for option in (zmq.SNDHWM, zmq.RCVHWM):
-        socket.setsockopt(option, 0)
-    socket.connect(spec.endpoint)
-    exit_code = _serve(spec, socket, recorder)
+    socket = _connect(context, spec, spec.rank_id)
+    exit_code = _serve(spec, context, socket, recorder)
     socket.close()
     context.term()
     sys.stderr.flush()
     os._exit(exit_code)  # device libraries' exit handlers can hang; nothing is left to save
 
 
-def _serve(spec: RankSpec, socket: zmq.Socket[bytes], recorder: FlightRecorder) -> int:
+def _connect(context: zmq.Context[zmq.Socket[bytes]], spec: RankSpec, identity: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity.encode())
+    socket.setsockopt(zmq.LINGER, 2000)
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)
+    socket.connect(spec.endpoint)
+    return socket
+
+
+def _serve(
+    spec: RankSpec,
+    context: zmq.Context[zmq.Socket[bytes]],
+    socket: zmq.Socket[bytes],
+    recorder: FlightRecorder,
+) -> int:
     """Load, say so, serve; the exit code."""
     try:
         _injected_start_fault(spec.rank_id)
@@ -270,6 +372,8 @@ def _serve(spec: RankSpec, socket: zmq.Socket[bytes], recorder: FlightRecorder) 
             spec.engine,
             default_budget=SERVER_TOKEN_BUDGET,
             on_plan=lambda plan: recorder.step_begins([each.seq_id for each in plan.sequences]),
+            position=spec.position,
+            slots=spec.slots,
         )
     except Exception as error:
         permanent = isinstance(error, ConfigError | ModelFolderError)
@@ -278,15 +382,30 @@ def _serve(spec: RankSpec, socket: zmq.Socket[bytes], recorder: FlightRecorder) 
         message = str(error) if permanent else f"{type(error).__name__}: {error}"
         socket.send(messages.encode(StartFailed(message=message, permanent=permanent)))
         return 1
+    if engine.member is not None:
+        control = _connect(context, spec, control_identity(spec.rank_id))
+        _in_background("control", partial(_obey, control, engine.member))
     budget = engine.core.scheduler.config.max_num_batched_tokens
-    socket.send(messages.encode(Loaded(max_num_batched_tokens=budget, info=engine.info)))
+    loaded = Loaded(max_num_batched_tokens=budget, info=engine.info, inventory=engine.inventory)
+    socket.send(messages.encode(loaded))
     try:
-        RankServer(engine.core, socket, recorder).run()
+        RankServer(engine.core, socket, recorder, engine.member).run()
     except Exception as error:
         logger.exception("the rank ends")
         socket.send(messages.encode(Crashed(message=f"{type(error).__name__}: {error}")))
         return 1
     return 0
+
+
+def _obey(control: zmq.Socket[bytes], member: ExpertMember) -> None:
+    """What must reach a rank that is stuck in a step."""
+    try:
+        while True:
+            message = messages.decode_to_rank(control.recv())
+            if isinstance(message, Abandon):
+                member.break_out(message.attempt)
+    except zmq.ContextTerminated:  # the rank ends
+        control.close()
 
 
 def _injected_start_fault(rank_id: str) -> None:
@@ -295,8 +414,7 @@ def _injected_start_fault(rank_id: str) -> None:
         raise RuntimeError("fault injection: this rank does not start")
 
 
-def _in_background(name: str, target: object) -> None:
-    assert callable(target)
+def _in_background(name: str, target: Callable[[], object]) -> None:
     threading.Thread(target=target, name=name, daemon=True).start()
 
 

@@ -6,13 +6,31 @@ import msgspec
 
 from nobiru.config import EngineConfig
 
+STORE_IDENTITY = b"store"
+
+
+class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One JSON line on the store's standard input: where to say that it is ready, and the address it is reached at."""
+
+    endpoint: str
+    host: str = "127.0.0.1"
+
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One JSON line on the rank's standard input. `recorder_fd` is an inherited descriptor."""
+    """One JSON line on the rank's standard input. `recorder_fd` is an inherited descriptor.
+
+    `slots` says which expert of each MoE layer goes into which slot; None: as at the first start.
+    """
 
     rank_id: str
     position: int
+    slots: list[list[int]] | None = None
     endpoint: str
     recorder_fd: int
     engine: EngineConfig
     log_level: str = "info"
+
+
+def control_identity(rank_id: str) -> str:
+    """Of the socket at which a rank can be reached in the middle of a step."""
+    return f"{rank_id}/control"

@@ -16,15 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from nobiru.engine import messages
 from nobiru.engine.messages import StoreReady
-
-STORE_IDENTITY = b"store"
-
-
-class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One JSON line on standard input: where to say that the store is ready, and the address it is reached at."""
-
-    endpoint: str
-    host: str = "127.0.0.1"
+from nobiru.engine.rank_spec import STORE_IDENTITY, StoreSpec
 
 
 def main() -> None:

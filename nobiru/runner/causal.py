@@ -25,16 +25,20 @@ from nobiru.errors import ModelFolderError, NobiruError
 from nobiru.folder.spec import ModelFolder
 from nobiru.generation import CausalInput, SampledToken, SampleRequest
 from nobiru.kv.cache import CacheShape, allocate_cache
+from nobiru.models.moe import MoeParts, SlotChoice
 from nobiru.models.registry import CausalModel, load_causal
 from nobiru.models.weights import Precision
-from nobiru.ops.paged_attention import paged_attention_path
+from nobiru.ops.paged_attention import block_table_serves, paged_attention_path
 from nobiru.ops.paged_layout import LayerCache
 from nobiru.ops.scratch import Scratch
 from nobiru.request import Vectors
 from nobiru.runner.causal_batch import CausalBatch, CausalLimits, pack_causal
 from nobiru.runner.dtype import dtype_name, gather_facts, resolve_device, resolve_precision
 from nobiru.runner.finish import Finisher
+from nobiru.runner.graphs import DecodeGraphs, bucket_sizes, cuda_capture
 from nobiru.runner.shares import ShareThreads, plan_shares
+
+_MAX_GRAPH_SEQS = 128
 
 CausalOutput = Vectors | SampledToken | NobiruError | None
 
@@ -80,14 +84,19 @@ class CausalRunner:
         self._finisher = None if folder.task == "generate" else _last_token_finisher(folder, device)
         self._cache: list[LayerCache] = []
         self._limits: CausalLimits | None = None
+        self._graphs: DecodeGraphs | None = None
         num_threads = torch.get_num_threads()
         shared = device.type == "cpu" and model.is_reentrant and num_threads > 1
         self._threads = ShareThreads(num_threads) if shared else None
         self._of_thread = threading.local()
 
     @classmethod
-    def load(cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int) -> CausalRunner:
+    def load(
+        cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int, slots: SlotChoice | None = None
+    ) -> CausalRunner:
         """Read the weights. `dtype` and `device` may be "auto"; `max_model_len` is the longest sequence in tokens.
+
+        `slots` says which experts this rank holds, if not all, as `load_causal` takes it.
 
         `ConfigError` for a device that is not there, `ModelFolderError` for a folder that cannot be honoured.
         """
@@ -98,9 +107,14 @@ class CausalRunner:
         precision = resolve_precision(dtype, kind, facts)
         place = torch.device(kind)
         with torch.inference_mode():
-            model = load_causal(folder, precision, place)
+            model = load_causal(folder, precision, place, slots=slots)
         sampler = Sampler(folder, vocab_size=model.vocab_size, device=place) if folder.task == "generate" else None
         return cls(folder, model, sampler, precision, place, max_model_len)
+
+    @property
+    def moe(self) -> MoeParts | None:
+        """The model's experts, if it has any."""
+        return self._model.moe
 
     @property
     def device(self) -> torch.device:
@@ -123,8 +137,21 @@ class CausalRunner:
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` for sequences; what an earlier cache held is gone."""
-        self._cache = []
-        self._cache = allocate_cache(self.cache_shape(block_size), num_blocks, self._device)
+        self._cache, self._graphs = [], None
+        shape = self.cache_shape(block_size)
+        on_cuda = self._device.type == "cuda"
+        # Padding rows of captured steps write into one block more, which no sequence gets.
+        self._cache = allocate_cache(shape, num_blocks + on_cuda, self._device)
+        if on_cuda and block_table_serves(self._device, shape.dtype, shape.head_size, block_size):
+            self._graphs = DecodeGraphs(
+                lambda token_ids_T, layout: self._model.forward(token_ids_T, layout, self._cache),
+                cuda_capture(),
+                sizes=bucket_sizes(_MAX_GRAPH_SEQS),
+                block_size=block_size,
+                table_width=-(-self._max_model_len // block_size),
+                spare_block=num_blocks,
+                device=self._device,
+            )
         self._limits = CausalLimits(
             vocab_size=self._folder.vocab_size,
             max_model_len=self._max_model_len,
@@ -174,12 +201,14 @@ class CausalRunner:
             # All write into the same slots; what they compute means nothing.
             fitting = [(start, length) for start, length in spans if start + length <= most]
             self.run([_filler(start, length, blocks, number) for number, (start, length) in enumerate(fitting)])
+        if self._graphs is not None:
+            self._graphs.capture_all()
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def _run_shares(self, inputs: Sequence[CausalInput]) -> list[_Computed]:
         numbers = list(range(len(inputs)))
-        if self._threads is not None:
+        if self._threads is not None and self._model.is_reentrant:
             shares = plan_shares(
                 [each.token_ids.size for each in inputs],
                 self._threads.num_threads,
@@ -196,13 +225,19 @@ class CausalRunner:
         sampling = [place for place, each in enumerate(batch.inputs) if each.sample is not None]
         pooling = [place for place, each in enumerate(batch.inputs) if each.pooling is not None]
         with torch.inference_mode():
-            hidden_TC = self._model.forward(batch.token_ids_T, batch.layout, self._cache, self._scratch())
+            hidden_TC = self._hidden_states(batch)
             return _Computed(
                 sampled=[numbers[place] for place in sampling],
                 logits_BV=self._model.logits(_last_rows(hidden_TC, batch, sampling)) if sampling else None,
                 pooled=[numbers[place] for place in pooling],
                 vectors=self._pool(_last_rows(hidden_TC, batch, pooling), batch, pooling) if pooling else [],
             )
+
+    def _hidden_states(self, batch: CausalBatch) -> Tensor:
+        captured_TC = None if self._graphs is None else self._graphs.run(batch.token_ids_T, batch.layout)
+        if captured_TC is not None:
+            return captured_TC
+        return self._model.forward(batch.token_ids_T, batch.layout, self._cache, self._scratch())
 
     def _pool(self, rows_RC: Tensor, batch: CausalBatch, places: list[int]) -> list[Vectors]:
         """Last-token pooling, and the modules behind it."""
