@@ -21,6 +21,7 @@ from torch import Tensor
 
 Integers = NDArray[np.int64]
 Derived = TypeVar("Derived")
+_PLACES = ("positions_T", "slots_T", "last_B", "cu_lengths", "cu_contexts", "context_lengths", "block_table")
 BlockIds = Sequence[int] | NDArray[np.integer]
 
 
@@ -41,6 +42,7 @@ class PagedLayout:
 
     Sequence i has `starts_B[i]` tokens in the cache already and `lengths_B[i]` in this step. Its blocks `block_ids[i]`
     are in order, enough for both together, which is its context, `contexts_B[i]`. Sequences keep the order they have.
+    `table_width` makes block tables that wide, whatever the sequences' lengths.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class PagedLayout:
         *,
         block_size: int,
         device: torch.device | str = "cpu",
+        table_width: int | None = None,
     ) -> None:
         assert lengths_B.size and (lengths_B > 0).all() and (starts_B >= 0).all(), "no sequence is empty"
         self.starts_B = starts_B
@@ -62,7 +65,9 @@ class PagedLayout:
         self.ends_B = np.cumsum(lengths_B)
         self.num_blocks_B = -(-self.contexts_B // block_size)
         # Beyond a sequence's own blocks the table repeats block 0, which exists whenever any does.
-        self.block_table_BM = np.zeros((lengths_B.size, int(self.num_blocks_B.max())), dtype=np.int64)
+        self._table_width = table_width
+        width = table_width or int(self.num_blocks_B.max())
+        self.block_table_BM = np.zeros((lengths_B.size, width), dtype=np.int64)
         for row, (ids, count) in enumerate(zip(block_ids, self.num_blocks_B.tolist(), strict=True)):
             assert len(ids) >= count, "enough blocks for all tokens"
             self.block_table_BM[row, :count] = ids[:count]
@@ -82,7 +87,8 @@ class PagedLayout:
 
     @property
     def max_context(self) -> int:
-        return int(self.contexts_B.max())
+        """The longest context, or with a fixed table the longest that fits."""
+        return self._table_width * self.block_size if self._table_width else int(self.contexts_B.max())
 
     @property
     def is_decode(self) -> bool:
@@ -139,6 +145,14 @@ class PagedLayout:
     def context_lengths(self) -> Tensor:
         """[B] int32."""
         return self.to_device(self.contexts_B.astype(np.int32))
+
+    def take_places_of(self, other: PagedLayout) -> None:
+        """Puts the other's places into this layout's own tensors, whose addresses a CUDA graph knows.
+
+        Both have the same shape. Only these tensors change; whoever reads them again finds the other's places.
+        """
+        for name in _PLACES:
+            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
     def derive(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
         """What somebody works out from this layout once a step: made the first time, then found under `key`."""
