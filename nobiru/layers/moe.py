@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nobiru.layers.activation import Activation
+from nobiru.layers.activation import Activation, gated_product
 from nobiru.layers.decoder_block import FeedForward
 from nobiru.layers.routing import Router
 from nobiru.ops.grouped_gemm import choose_layout
@@ -146,8 +146,7 @@ class Experts:
         """Each row through its slot's expert, [N, C]; rows are sorted by slot, `counts_S` of them for each."""
         if not rows_NC.shape[0]:
             return rows_NC
-        gate_NI, up_NI = self._gate_up(rows_NC, counts_S).chunk(2, -1)
-        return self._down(self._activation.apply(gate_NI) * up_NI, counts_S)
+        return self._down(gated_product(self._gate_up(rows_NC, counts_S), self._activation), counts_S)
 
     def write(self, slot: int, gate_up_AC: Tensor, down_CI: Tensor) -> None:
         """Put an expert's weights, A = 2 I rows of gate and up and those of down, into a slot."""

@@ -1,13 +1,14 @@
 """Slow, obvious versions of the fast operations, one sequence at a time in float64, for tests to compare with.
 
 Shape legend: T tokens of all sequences, B sequences, t tokens of one, H heads, K key heads, D values a head, M the
-model's limit of tokens, L tokens of a sequence's context, C values of a hidden state.
+model's limit of tokens, L tokens of a sequence's context, C values of a hidden state, k experts of a token, E experts,
+I values between an expert's two layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -112,3 +113,25 @@ def layer_norm(x_TC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Te
     variance = (centred**2).mean(dim=-1, keepdim=True)
     normalized: Tensor = centred / (variance + eps).sqrt() * weight_C.double() + bias_C.double()
     return normalized
+
+
+def experts(
+    x_TC: Tensor,
+    expert_Tk: Tensor,
+    weight_Tk: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Σ_k weight[t, k] * expert[t, k](x[t]), [T, C], where an expert is down @ (activation(gate @ x) * (up @ x)).
+
+    For each expert `gate_up` is [2 I, C], the rows of gate first, and `down` [C, I].
+    """
+    outputs = []
+    for x_C, experts_k, weights_k in zip(x_TC.double(), expert_Tk.tolist(), weight_Tk.double(), strict=True):
+        sum_C = torch.zeros_like(x_C)
+        for expert, weight in zip(experts_k, weights_k, strict=True):
+            gate_I, up_I = (gate_up[expert].double() @ x_C).chunk(2)
+            sum_C = sum_C + weight * (down[expert].double() @ (activation(gate_I.clone()) * up_I))
+        outputs.append(sum_C)
+    return torch.stack(outputs)
