@@ -143,11 +143,11 @@ def test_vectors_equal_sentence_transformers(embedder: Path, threads: int) -> No
         for text, own, wish in zip(ids, blocks, chosen, strict=True)
     ]
     found = runner.run(inputs)
-    plain = reference[:2]
+    transformer, pooling = reference[0], reference[1]
     for number, (vector, wish) in enumerate(zip(found, chosen, strict=True)):
         features = reference.tokenizer(sentences[number], return_tensors="pt", truncation=True, max_length=120)
         with torch.inference_mode():
-            pooled: Tensor = plain(dict(features))["sentence_embedding"][0]
+            pooled: Tensor = pooling(transformer(dict(features)))["sentence_embedding"][0]
         expected = pooled[: wish.get("dimensions")]
         if wish.get("normalize", True):
             expected = torch.nn.functional.normalize(expected, dim=0)
