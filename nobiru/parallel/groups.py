@@ -83,6 +83,18 @@ class Group:
             backend._allgather_base(gathered, record_n).wait()
         return gathered.view(self.size, len(record_n))
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor [n, …] of the same shape, in order of the ranks: [R * n, …]. Any dtype."""
+        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        with self._exchange("all-gather") as backend:
+            backend._allgather_base(gathered, tensor.contiguous()).wait()
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Put the sum over all ranks into a contiguous tensor."""
+        with self._exchange("all-reduce") as backend:
+            backend.allreduce([tensor]).wait()
+
     def all_to_all(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
         """Send `rows` [sum(num_sent), …] to the ranks in order; returns what comes from them, in order of the ranks.
 
