@@ -23,6 +23,15 @@ from nobiru.errors import ConfigError
 PREFIX = "NOBIRU_"
 FAULT_INJECTION = "NOBIRU_FAULT_INJECTION"
 NATIVE_KERNELS = "NOBIRU_NATIVE_KERNELS"
+# Of the server's environment, what a rank on another machine is given.
+REMOTE_RANK_VARIABLES = (
+    FAULT_INJECTION,
+    NATIVE_KERNELS,
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _SERVICE_LINK_NAME = re.compile(
@@ -109,9 +118,15 @@ def native_kernels() -> bool:
     return os.environ.get(NATIVE_KERNELS, "").strip().lower() not in _FALSE
 
 
-def cache_folder() -> Path:
-    """Where files that can be made again are kept: `nobiru` in `XDG_CACHE_HOME`, or in `.cache` of the home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nobiru"
+def cache_folder() -> Path | None:
+    """Where files that can be made again are kept: `nobiru` in `XDG_CACHE_HOME`, or in `.cache` of the home folder.
+
+    None for a user without a home, as in some containers.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nobiru"
+    except RuntimeError:
+        return None
 
 
 def tokenize_in_calling_thread() -> None:
@@ -120,6 +135,11 @@ def tokenize_in_calling_thread() -> None:
     In a server they would compete with the ranks for the cores, and a long text would hold up short ones in one pool.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def report_no_ray_usage() -> None:
+    """Keep a Ray cluster that the server starts from reporting its use to Ray's makers, unless the user wants it to."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def rank_environment(*, num_threads: int) -> dict[str, str]:

@@ -39,6 +39,7 @@ from nobiru.runner.graphs import DecodeGraphs, bucket_sizes, cuda_capture
 from nobiru.runner.shares import ShareThreads, plan_shares
 
 _MAX_GRAPH_SEQS = 128
+_LARGE_BLOCK = 256  # tokens; FlashAttention 2 takes multiples of this
 
 CausalOutput = Vectors | SampledToken | NobiruError | None
 
@@ -134,6 +135,17 @@ class CausalRunner:
             dtype=self._model.dtype,
             block_size=block_size,
         )
+
+    def fitting_block_size(self, requested: int) -> int:
+        """`requested`, or on CUDA a size that the attention kernel takes block tables of, if it takes none of those.
+
+        Without tables it reads contexts gathered for every layer, and decode steps cannot be captured as graphs.
+        """
+        shape = self.cache_shape(requested)
+        for block_size in (requested, _LARGE_BLOCK):
+            if block_table_serves(self._device, shape.dtype, shape.head_size, block_size):
+                return block_size
+        return requested
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` for sequences; what an earlier cache held is gone."""

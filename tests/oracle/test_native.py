@@ -185,6 +185,15 @@ class TestLoading:
         assert self.load(caplog)[0] is not None
         assert not list(cache.iterdir())
 
+    @needs_compiler
+    def test_a_user_without_a_home(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_home() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+        assert self.load(caplog)[0] is not None
+
     def test_without_a_compiler(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         kernels, said = self.load(caplog)

@@ -283,7 +283,8 @@ def _compiled() -> ctypes.CDLL:
     command = (compiler or "gcc", *_OPTIONS)
     facts = "\n".join((_SOURCE.read_text(encoding="utf-8"), *command, platform.machine(), *sorted(flags)))
     name = f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.so"
-    folder = _own_folder(env.cache_folder() / "native")
+    kept_in = env.cache_folder()
+    folder = None if kept_in is None else _own_folder(kept_in / "native")
     if folder is not None and (folder / name).is_file():
         return ctypes.CDLL(str(folder / name))
     if compiler is None:
