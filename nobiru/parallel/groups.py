@@ -172,6 +172,7 @@ def form_group(
     listen on in this moment would be taken for the group's. `GroupError` when a member does not come.
     """
     prefixed = PrefixStore(f"{attempt_id}/{name}", store)
+    limit: timedelta = store.timeout  # type: ignore[attr-defined]
     try:
         before = {found.inode for found in _sockets()}
         device = (
@@ -181,10 +182,12 @@ def form_group(
         )
         own = {found.address for found in _sockets() if found.is_listening and found.inode not in before}
         prefixed.set(f"listener/{rank}", " ".join(f"{address}|{port}" for address, port in own))
-        backend = _gloo(prefixed, device, rank=rank, size=size, timeout_s=timeout_s)
+        backend = _gloo(prefixed, device, rank=rank, size=size, timeout=limit)
         others = {address for other in range(size) for address in _parse(prefixed.get(f"listener/{other}"))}
+        backend.set_timeout(timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise GroupError(f"group {name} of {size} ranks did not form within the time limit: {error}") from error
+        what = f"group {name} of {size} ranks did not form within {limit.total_seconds()} s"
+        raise GroupError(f"{what}: {error}") from error
     # A pair of members has one connection, which the one of them opened to the other's listener.
     connections = [
         found for found in _sockets() if not found.is_listening and (found.address in own or found.peer in others)
@@ -192,12 +195,12 @@ def form_group(
     return Group(backend, connections, name=f"{attempt_id}/{name}", timeout_s=timeout_s)
 
 
-def _gloo(store: Store, device: ProcessGroupGloo.Device, *, rank: int, size: int, timeout_s: float) -> Any:
+def _gloo(store: Store, device: ProcessGroupGloo.Device, *, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [device]
     options._threads = 1  # one exchange at a time
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timeout
     return gloo(store, rank, size, options)
 
 
