@@ -10,6 +10,7 @@ gate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from nobiru.layers.activation import Activation, gated_product
 from nobiru.layers.linear import Linear
-from nobiru.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
+from nobiru.layers.rms_norm import RmsNorm
 from nobiru.layers.rotary import turn
 from nobiru.ops.paged_attention import paged_attention
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
@@ -57,8 +58,8 @@ class DecoderBlock:
 class SelfAttention:
     """`qkv` is the fused projection C → (H + 2 K) D.
 
-    `qk_norm` normalizes queries and keys; `clip` then bounds their numbers, and those of values, in size. `window` is
-    how many tokens a token sees, itself included.
+    `qk_norm` normalizes queries and keys [T, H + K, D]; `clip` then bounds their numbers, and those of values, in size.
+    `window` is how many tokens a token sees, itself included.
     """
 
     num_heads: int
@@ -66,7 +67,7 @@ class SelfAttention:
     head_size: int
     window: int | None
     qkv: Linear
-    qk_norm: HeadNorm | ProjectionNorm | None
+    qk_norm: Callable[[Tensor], Tensor] | None
     out: Linear
     clip: float | None = None
 

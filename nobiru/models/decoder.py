@@ -9,7 +9,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,17 @@ from nobiru.layers.decoder_block import DecoderBlock, FeedForward, GatedMlp, Sel
 from nobiru.layers.linear import Linear, make_linear
 from nobiru.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
 from nobiru.layers.rotary import KINDS, Rotary, side_by_side
+from nobiru.layers.sharding import (
+    WHOLE,
+    HeadShare,
+    Shard,
+    SplitTokens,
+    SpreadHead,
+    SpreadProjectionNorm,
+    SpreadWords,
+    SummedLinear,
+    TensorGroup,
+)
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
 from nobiru.models.moe import MoeConfig, MoeParts, SlotChoice, load_moe
 from nobiru.models.weights import ModelWeights, Precision
@@ -32,6 +43,8 @@ from nobiru.ops.scratch import Scratch
 
 # What is normalized of queries and keys: each head, or all heads together.
 QkNorm = Literal["head", "projection"]
+# Token ids [T] → vectors [T, C], perhaps in another dtype than that of arithmetic.
+Words = Callable[[Tensor], Tensor]
 
 _TABLE = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -77,34 +90,36 @@ class Decoder:
         self,
         config: DecoderConfig,
         *,
-        words_VC: Tensor,
+        words: Words,
         rotary: Rotary,
         blocks: list[DecoderBlock],
         norm: RmsNorm,
         head: Linear | None,
         moe: MoeParts | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
         self.num_layers = config.num_layers
-        self.num_kv_heads = config.num_kv_heads
+        self.num_kv_heads = len(_own_heads(config, group).keys)
         self.head_size = config.head_size
         self.vocab_size = config.vocab_size
         self.dtype = norm.weight_C.dtype
-        self._words_VC = words_VC
+        self._words = words
         self._rotary = rotary
         self._blocks = blocks
         self._norm = norm
         self._head = head
         self.moe = moe
+        self._is_whole = group is None
 
     @property
     def is_reentrant(self) -> bool:
-        return self.moe is None or self.moe.is_reentrant
+        return self._is_whole and (self.moe is None or self.moe.is_reentrant)
 
     def forward(
         self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
     ) -> Tensor:
         """Hidden states [T, C] behind the last norm, in memory of their own; keys and values go into the cache."""
-        hidden_TC = F.embedding(token_ids_T, self._words_VC).to(self.dtype)
+        hidden_TC = self._words(token_ids_T).to(self.dtype)
         turns_T1P = self._rotary.turns_at(layout.positions_T)
         for block, layer_cache in zip(self._blocks, cache, strict=True):
             block(hidden_TC, turns_T1P, layout, layer_cache, scratch)
@@ -192,8 +207,12 @@ def load_decoder(
     *,
     moe: MoeConfig | None = None,
     slots_LS: SlotChoice | None = None,
+    group: TensorGroup | None = None,
 ) -> Decoder:
-    """The decoder of a folder, with its head if it is a language model, and with experts in the layers of `moe`."""
+    """The decoder of a folder, with its head if it is a language model, and with experts in the layers of `moe`.
+
+    With `group` this worker's share of it: heads, columns of feed-forwards, vocabulary, and experts of `slots_LS`.
+    """
     weights = ModelWeights(
         folder.transformer_path,
         anchor=_TABLE,
@@ -202,10 +221,10 @@ def load_decoder(
         precision=precision,
         device=device,
     )
-    words_VC, head = _read_ends(weights, config, folder)
+    words, head = _read_ends(weights, config, folder, group)
     parts = None if moe is None else load_moe(weights, moe, precision, device, slots_LS)
     blocks = [
-        _read_block(weights, layer, config, None if parts is None else parts.feed_forward(layer))
+        _read_block(weights, layer, config, None if parts is None else parts.feed_forward(layer), group)
         for layer in range(config.num_layers)
     ]
     norm = read_norm(weights, "norm", config)
@@ -213,94 +232,157 @@ def load_decoder(
     if parts is not None:
         parts.fill()
     rotary = Rotary(config.rope, head_size=config.head_size, num_positions=folder.max_model_len, device=device)
-    return Decoder(config, words_VC=words_VC, rotary=rotary, blocks=blocks, norm=norm, head=head, moe=parts)
+    return Decoder(config, words=words, rotary=rotary, blocks=blocks, norm=norm, head=head, moe=parts, group=group)
 
 
-def _read_ends(weights: ModelWeights, config: DecoderConfig, folder: ModelFolder) -> tuple[Tensor, Linear | None]:
+def _read_ends(
+    weights: ModelWeights, config: DecoderConfig, folder: ModelFolder, group: TensorGroup | None
+) -> tuple[Words, Linear | None]:
     """The table of token vectors, and the head; one tensor for both where they are tied.
 
-    As `transformers` does, a folder that says they are, but has two different ones, is taken to have two.
+    As `transformers` does, a folder that says they are, but has two different ones, is taken to have two. Workers of a
+    `group` have some rows of both, as many each.
     """
     shape = config.vocab_size, config.hidden_size
+    rows, num_rows = _shard(group).block(config.vocab_size)
+
+    def filled(part_vC: Tensor) -> Tensor:
+        return part_vC if len(rows) == num_rows else F.pad(part_vC, (0, 0, 0, num_rows - len(rows)))
+
+    head_VC: Tensor | None = None
     if folder.task != "generate":
-        return weights.take_table(_TABLE, *shape), None
-    if not weights.has(_HEAD):
-        words_VC = weights.take(_TABLE, *shape)
-        return words_VC, make_linear(words_VC, None, natively=True)
-    head_VC = weights.take(_HEAD, *shape)
-    words_VC = weights.take_table(_TABLE, *shape)
-    if config.is_tied and torch.equal(words_VC.to(head_VC.dtype), head_VC):
-        words_VC = head_VC
-    return words_VC, make_linear(head_VC, None, natively=True)
+        words_VC = filled(weights.take_table(_TABLE, *shape, rows=rows))
+    elif not weights.has(_HEAD):
+        words_VC = head_VC = filled(weights.take(_TABLE, *shape, rows=rows))
+    else:
+        head_VC = filled(weights.take(_HEAD, *shape, rows=rows))
+        words_VC = filled(weights.take_table(_TABLE, *shape, rows=rows))
+        if config.is_tied and torch.equal(words_VC.to(head_VC.dtype), head_VC):
+            words_VC = head_VC
+    head = None if head_VC is None else make_linear(head_VC, None, natively=True)
+    if group is None:
+        return lambda token_ids_T: F.embedding(token_ids_T, words_VC), head
+    words = SpreadWords(words_vC=words_VC, first=rows.start, group=group)
+    return words, None if head is None else SpreadHead(linear=head, vocab_size=config.vocab_size, group=group)
 
 
-def _read_block(weights: ModelWeights, layer: int, config: DecoderConfig, mlp: FeedForward | None) -> DecoderBlock:
+def _shard(group: TensorGroup | None) -> Shard:
+    return WHOLE if group is None else group.shard
+
+
+def _read_block(
+    weights: ModelWeights, layer: int, config: DecoderConfig, mlp: FeedForward | None, group: TensorGroup | None
+) -> DecoderBlock:
     """The layer; its feed-forward is `mlp`, or the gated one in the file."""
     prefix = f"layers.{layer}."
+    if mlp is None:
+        mlp = read_mlp(weights, f"{prefix}mlp.", config, config.intermediate_size, group)
+    elif group is not None:
+        mlp = SplitTokens(mlp=mlp, group=group)
     return DecoderBlock(
         attention_norm=read_norm(weights, f"{prefix}input_layernorm", config),
-        attention=_read_attention(weights, f"{prefix}self_attn.", config, config.windows[layer]),
+        attention=_read_attention(weights, f"{prefix}self_attn.", config, config.windows[layer], group),
         mlp_norm=read_norm(weights, f"{prefix}post_attention_layernorm", config),
-        mlp=mlp or read_mlp(weights, f"{prefix}mlp.", config, config.intermediate_size),
+        mlp=mlp,
     )
 
 
-def read_mlp(weights: ModelWeights, prefix: str, config: DecoderConfig, intermediate_size: int) -> GatedMlp:
+def read_mlp(
+    weights: ModelWeights,
+    prefix: str,
+    config: DecoderConfig,
+    intermediate_size: int,
+    group: TensorGroup | None = None,
+) -> GatedMlp:
     """The gated feed-forward of the tensors `{prefix}gate_proj`, `up_proj` and `down_proj`."""
     hidden_size = config.hidden_size
+    own = _shard(group).part(intermediate_size, "columns in a feed-forward")
     gate_up = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+    weight = weights.take_rows([f"{name}.weight" for name in gate_up], intermediate_size, hidden_size, rows=own)
+    bias = None
+    if config.mlp_bias:
+        bias = weights.take_rows([f"{name}.bias" for name in gate_up], intermediate_size, rows=own)
     return GatedMlp(
-        gate_up=make_linear(
-            weights.take_rows([f"{name}.weight" for name in gate_up], intermediate_size, hidden_size),
-            weights.take_rows([f"{name}.bias" for name in gate_up], intermediate_size) if config.mlp_bias else None,
-            natively=True,
-        ),
+        gate_up=make_linear(weight, bias, natively=True),
         activation=config.activation,
-        down=read_linear(weights, f"{prefix}down_proj", hidden_size, intermediate_size, has_bias=config.mlp_bias),
+        down=_read_last(
+            weights, f"{prefix}down_proj", hidden_size, intermediate_size, own, has_bias=config.mlp_bias, group=group
+        ),
     )
 
 
-def _read_attention(weights: ModelWeights, prefix: str, config: DecoderConfig, window: int | None) -> SelfAttention:
-    num_values = config.num_heads * config.head_size
+def _read_attention(
+    weights: ModelWeights, prefix: str, config: DecoderConfig, window: int | None, group: TensorGroup | None
+) -> SelfAttention:
+    heads, head_size = _own_heads(config, group), config.head_size
     return SelfAttention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
+        num_heads=len(heads.queries),
+        num_kv_heads=len(heads.keys),
+        head_size=head_size,
         window=window,
-        qkv=_read_qkv(weights, prefix, config),
-        qk_norm=_read_qk_norm(weights, prefix, config) if config.qk_norm else None,
+        qkv=_read_qkv(weights, prefix, config, heads),
+        qk_norm=_read_qk_norm(weights, prefix, config, heads, group) if config.qk_norm else None,
         clip=config.qkv_clip,
-        out=read_linear(weights, f"{prefix}o_proj", config.hidden_size, num_values, has_bias=config.out_bias),
+        out=_read_last(
+            weights,
+            f"{prefix}o_proj",
+            config.hidden_size,
+            config.num_heads * head_size,
+            _values(heads.queries, head_size),
+            has_bias=config.out_bias,
+            group=group,
+        ),
     )
 
 
-def _read_qkv(weights: ModelWeights, prefix: str, config: DecoderConfig) -> Linear:
+def _own_heads(config: DecoderConfig, group: TensorGroup | None) -> HeadShare:
+    return _shard(group).heads(config.num_heads, config.num_kv_heads)
+
+
+def _values(heads: range, head_size: int) -> range:
+    """The numbers of the values of these heads."""
+    return range(heads.start * head_size, heads.stop * head_size)
+
+
+def _read_qkv(weights: ModelWeights, prefix: str, config: DecoderConfig, heads: HeadShare) -> Linear:
     """Query, key and value fused into one projection, with the pairs of queries and keys side by side."""
+    size = config.head_size
 
     def fused(kind: str, *num_in: int) -> Tensor:
-        num_rows = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         parts = []
-        for name, num_heads in num_rows.items():
-            rows = weights.take(f"{prefix}{name}_proj.{kind}", num_heads * config.head_size, *num_in)
-            parts.append(rows if name == "v" else side_by_side(rows, config.head_size))
+        for name, num_heads, own in (
+            ("q", config.num_heads, heads.queries),
+            ("k", config.num_kv_heads, heads.keys),
+            ("v", config.num_kv_heads, heads.keys),
+        ):
+            rows = weights.take(f"{prefix}{name}_proj.{kind}", num_heads * size, *num_in, rows=_values(own, size))
+            parts.append(rows if name == "v" else side_by_side(rows, size))
         return torch.cat(parts)
 
     bias = fused("bias") if config.qkv_bias else None
     return make_linear(fused("weight", config.hidden_size), bias, natively=True)
 
 
-def _read_qk_norm(weights: ModelWeights, prefix: str, config: DecoderConfig) -> HeadNorm | ProjectionNorm:
-    num_heads, num_kv_heads, head_size = config.num_heads, config.num_kv_heads, config.head_size
-    whole = config.qk_norm == "projection"
-    of_queries, of_keys = (
-        side_by_side(weights.take(f"{prefix}{name}.weight", num * head_size), head_size).view(num, head_size)
-        for name, num in (("q_norm", num_heads if whole else 1), ("k_norm", num_kv_heads if whole else 1))
-    )
-    if whole:
-        weight_HD = torch.cat((of_queries, of_keys))
-        return ProjectionNorm(weight_HD=weight_HD, num_heads=num_heads, eps=config.norm_eps)
-    weight_HD = torch.cat((of_queries.expand(num_heads, -1), of_keys.expand(num_kv_heads, -1)))
-    return HeadNorm(weight_HD=weight_HD, eps=config.norm_eps)
+def _read_qk_norm(
+    weights: ModelWeights, prefix: str, config: DecoderConfig, heads: HeadShare, group: TensorGroup | None
+) -> Callable[[Tensor], Tensor]:
+    size, num_queries, num_keys = config.head_size, len(heads.queries), len(heads.keys)
+
+    def read(name: str, num_heads: int, own: range) -> Tensor:
+        weight = weights.take(f"{prefix}{name}.weight", num_heads * size, rows=_values(own, size))
+        return side_by_side(weight, size).view(len(own), size)
+
+    if config.qk_norm == "head":
+        of_queries, of_keys = (read(name, 1, range(1)) for name in ("q_norm", "k_norm"))
+        weight_HD = torch.cat((of_queries.expand(num_queries, -1), of_keys.expand(num_keys, -1)))
+        return HeadNorm(weight_HD=weight_HD, eps=config.norm_eps)
+    of_queries = read("q_norm", config.num_heads, heads.queries)
+    of_keys = read("k_norm", config.num_kv_heads, heads.keys)
+    norm = ProjectionNorm(weight_HD=torch.cat((of_queries, of_keys)), num_heads=num_queries, eps=config.norm_eps)
+    if group is None:
+        return norm
+    num_values = config.num_heads * size, config.num_kv_heads * heads.num_copies * size
+    return SpreadProjectionNorm(norm=norm, num_values=num_values, group=group)
 
 
 def read_norm(weights: ModelWeights, name: str, config: DecoderConfig) -> RmsNorm:
@@ -310,3 +392,22 @@ def read_norm(weights: ModelWeights, name: str, config: DecoderConfig) -> RmsNor
 def read_linear(weights: ModelWeights, name: str, num_out: int, num_in: int, *, has_bias: bool) -> Linear:
     bias_O = weights.take(f"{name}.bias", num_out) if has_bias else None
     return make_linear(weights.take(f"{name}.weight", num_out, num_in), bias_O, natively=True)
+
+
+def _read_last(
+    weights: ModelWeights,
+    name: str,
+    num_out: int,
+    num_in: int,
+    own: range,
+    *,
+    has_bias: bool,
+    group: TensorGroup | None,
+) -> Linear:
+    """A layer's last projection; of its input values a worker has its `own`, and one of the workers adds the bias."""
+    if group is None:
+        return read_linear(weights, name, num_out, num_in, has_bias=has_bias)
+    bias_O = weights.take(f"{name}.bias", num_out) if has_bias else None
+    weight_OI = weights.take(f"{name}.weight", num_out, num_in, columns=own)
+    linear = make_linear(weight_OI, None if group.shard.index else bias_O, natively=True)
+    return SummedLinear(linear=linear, group=group)

@@ -6,6 +6,7 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.routing import SoftmaxRouter
+from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
 from nobiru.models.decoder import Decoder, load_decoder, read_decoder
 from nobiru.models.experts import ExpertNames
@@ -14,7 +15,11 @@ from nobiru.models.weights import ModelWeights, Precision
 
 
 def load_mixtral(
-    folder: ModelFolder, precision: Precision, device: torch.device, slots_LS: SlotChoice | None = None
+    folder: ModelFolder,
+    precision: Precision,
+    device: torch.device,
+    slots_LS: SlotChoice | None = None,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """The decoder of a Mixtral folder; `ModelFolderError` names what cannot be honoured."""
     fields = ConfigFields(folder, DECODER_LIMITS)
@@ -38,4 +43,4 @@ def load_mixtral(
         parts=("block_sparse_moe.", "mlp."),
         names=ExpertNames(gate="w1", up="w3", down="w2"),
     )
-    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS)
+    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS, group=group)

@@ -9,6 +9,7 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.routing import SoftmaxRouter
+from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
 from nobiru.models.decoder import Decoder, load_decoder, read_decoder
 from nobiru.models.moe import MoeConfig, SlotChoice, read_num_experts, read_top_k
@@ -16,7 +17,11 @@ from nobiru.models.weights import ModelWeights, Precision
 
 
 def load_olmoe(
-    folder: ModelFolder, precision: Precision, device: torch.device, slots_LS: SlotChoice | None = None
+    folder: ModelFolder,
+    precision: Precision,
+    device: torch.device,
+    slots_LS: SlotChoice | None = None,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """The decoder of an OLMoE folder; `ModelFolderError` names what cannot be honoured."""
     fields = ConfigFields(folder, DECODER_LIMITS)
@@ -44,4 +49,4 @@ def load_olmoe(
         layers=tuple(range(config.num_layers)),
         read_router=read_router,
     )
-    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS)
+    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS, group=group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from nobiru.folder.spec import ModelFolder
+from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
 from nobiru.models.decoder import Decoder, load_decoder, read_decoder
 from nobiru.models.weights import Precision
@@ -18,13 +19,17 @@ _QWEN3_HEAD_SIZE = 128
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def load_qwen2(folder: ModelFolder, precision: Precision, device: torch.device) -> Decoder:
+def load_qwen2(
+    folder: ModelFolder, precision: Precision, device: torch.device, group: TensorGroup | None = None
+) -> Decoder:
     """The decoder of a Qwen2 folder; `ModelFolderError` names what cannot be honoured."""
     config = read_decoder(folder, windows=_windows(folder), qkv_bias=True)
-    return load_decoder(folder, config, precision, device)
+    return load_decoder(folder, config, precision, device, group=group)
 
 
-def load_qwen3(folder: ModelFolder, precision: Precision, device: torch.device) -> Decoder:
+def load_qwen3(
+    folder: ModelFolder, precision: Precision, device: torch.device, group: TensorGroup | None = None
+) -> Decoder:
     """The decoder of a Qwen3 folder; `ModelFolderError` names what cannot be honoured."""
     bias = ConfigFields(folder, DECODER_LIMITS).flag("attention_bias", False)
     config = read_decoder(
@@ -35,7 +40,7 @@ def load_qwen3(folder: ModelFolder, precision: Precision, device: torch.device) 
         out_bias=bias,
         qk_norm="head",
     )
-    return load_decoder(folder, config, precision, device)
+    return load_decoder(folder, config, precision, device, group=group)
 
 
 def _windows(folder: ModelFolder) -> list[int | None]:

@@ -13,6 +13,7 @@ import torch
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.moe import SharedExpert
 from nobiru.layers.routing import SoftmaxRouter
+from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
 from nobiru.models.decoder import Decoder, DecoderConfig, load_decoder, read_decoder, read_mlp
 from nobiru.models.moe import MoeConfig, SlotChoice, read_num_experts, read_top_k
@@ -41,7 +42,11 @@ def load_qwen2_moe(
 
 
 def load_qwen3_moe(
-    folder: ModelFolder, precision: Precision, device: torch.device, slots_LS: SlotChoice | None = None
+    folder: ModelFolder,
+    precision: Precision,
+    device: torch.device,
+    slots_LS: SlotChoice | None = None,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """The decoder of a Qwen3-MoE folder; `ModelFolderError` names what cannot be honoured."""
     fields = ConfigFields(folder, DECODER_LIMITS)
@@ -55,7 +60,7 @@ def load_qwen3_moe(
         qk_norm="head",
     )
     moe = _read_moe(fields, config, folder, None, num_experts=128, top_k=8, intermediate_size=768)
-    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS)
+    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS, group=group)
 
 
 def _read_moe(

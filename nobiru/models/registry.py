@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nobiru.errors import ModelFolderError
+from nobiru.errors import ConfigError, ModelFolderError
 from nobiru.folder.spec import ModelFolder
+from nobiru.layers.sharding import TensorGroup
 from nobiru.models.bert import load_bert, load_roberta
 from nobiru.models.causal_fallback import load_causal_fallback
 from nobiru.models.distilbert import load_distilbert
@@ -69,6 +70,8 @@ class CausalModel(Protocol):
 Loader = Callable[[ModelFolder, Precision, torch.device], Encoder]
 CausalLoader = Callable[[ModelFolder, Precision, torch.device], CausalModel]
 MoeLoader = Callable[[ModelFolder, Precision, torch.device, SlotChoice | None], CausalModel]
+SpreadLoader = Callable[[ModelFolder, Precision, torch.device, TensorGroup | None], CausalModel]
+SpreadMoeLoader = Callable[[ModelFolder, Precision, torch.device, SlotChoice | None, TensorGroup | None], CausalModel]
 
 NATIVE: Mapping[str, Loader] = MappingProxyType(
     {
@@ -93,24 +96,51 @@ NATIVE_MOE: Mapping[str, MoeLoader] = MappingProxyType(
 )
 
 
+# What may be spread over several workers.
+SPREAD_CAUSAL: Mapping[str, SpreadLoader] = MappingProxyType(
+    {"llama": load_llama, "mistral": load_mistral, "qwen2": load_qwen2, "qwen3": load_qwen3}
+)
+
+
+SPREAD_MOE: Mapping[str, SpreadMoeLoader] = MappingProxyType(
+    {"mixtral": load_mixtral, "olmoe": load_olmoe, "qwen3_moe": load_qwen3_moe}
+)
+
+
 def load_encoder(folder: ModelFolder, precision: Precision, device: torch.device) -> Encoder:
     """The encoder of a folder; `ModelFolderError` names what cannot be honoured."""
     return NATIVE.get(folder.model_type, load_fallback)(folder, precision, device)
 
 
 def load_causal(
-    folder: ModelFolder, precision: Precision, device: torch.device, *, slots: SlotChoice | None = None
+    folder: ModelFolder,
+    precision: Precision,
+    device: torch.device,
+    *,
+    slots: SlotChoice | None = None,
+    group: TensorGroup | None = None,
 ) -> CausalModel:
     """The decoder of a folder with `is_causal`; `ModelFolderError` names what cannot be honoured.
 
     `slots` [MoE layers, slots] is which logical expert goes into which slot of this rank, -1 for none; without it every
-    expert goes into the slot of its number.
+    expert goes into the slot of its number. With `group` this worker's share of the model; `ConfigError` if there are
+    no shares of it.
     """
-    if folder.model_type in NATIVE_MOE:
-        return NATIVE_MOE[folder.model_type](folder, precision, device, slots)
+    kind = folder.model_type
+    if group is not None and kind in SPREAD_MOE:
+        return SPREAD_MOE[kind](folder, precision, device, slots, group)
+    if group is not None and kind not in SPREAD_CAUSAL:
+        raise ConfigError(
+            f"tensor_parallel_size is {group.shard.size}, but {kind!r} cannot be spread over workers; "
+            f"{', '.join((*SPREAD_CAUSAL, *SPREAD_MOE))} can",
+            param="tensor_parallel_size",
+        )
+    if kind in NATIVE_MOE:
+        return NATIVE_MOE[kind](folder, precision, device, slots)
     if slots is not None:
         raise ModelFolderError(
-            f"{folder.path}: experts of {folder.model_type!r} cannot be spread over ranks; those of "
-            f"{', '.join(NATIVE_MOE)} can"
+            f"{folder.path}: experts of {kind!r} cannot be spread over ranks; those of {', '.join(NATIVE_MOE)} can"
         )
-    return NATIVE_CAUSAL.get(folder.model_type, load_causal_fallback)(folder, precision, device)
+    if group is not None:
+        return SPREAD_CAUSAL[kind](folder, precision, device, group)
+    return NATIVE_CAUSAL.get(kind, load_causal_fallback)(folder, precision, device)

@@ -21,6 +21,7 @@ from nobiru.errors import ModelFolderError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_PASSING_BYTES = 8 * 2**20
 
 
 class SafetensorsFile:
@@ -56,16 +57,33 @@ class SafetensorsFile:
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """A copy of the tensor's entries `begin` to `end` (exclusive) along its first dimension, on the CPU."""
-        dtype, shape = self.dtype(name), self.shape(name)
-        rows = torch.empty((end - begin, *shape[1:]), dtype=dtype)
-        row_bytes = rows[:1].nbytes
+        rows = torch.empty((end - begin, *self.shape(name)[1:]), dtype=self.dtype(name))
+        self._read_rows(name, begin, rows)
+        return rows
+
+    def columns(self, name: str, begin: int, end: int) -> Tensor:
+        """The same along the second dimension. A file has rows whole, so they are read, a few at a time."""
+        shape = self.shape(name)
+        columns = torch.empty((shape[0], end - begin, *shape[2:]), dtype=self.dtype(name))
+        row_bytes = torch.Size(shape[1:]).numel() * columns.element_size()
+        num_rows = max(1, _MAX_PASSING_BYTES // max(1, row_bytes))
+        passing = torch.empty((min(num_rows, shape[0]), *shape[1:]), dtype=columns.dtype)
+        for row in range(0, shape[0], num_rows):
+            rows = passing[: min(num_rows, shape[0] - row)]
+            self._read_rows(name, row, rows)
+            columns[row : row + len(rows)] = rows[:, begin:end]
+        return columns
+
+    def _read_rows(self, name: str, begin: int, rows: Tensor) -> None:
+        """Fill `rows` with the tensor's from number `begin` on."""
+        shape = self.shape(name)
+        row_bytes = torch.Size(shape[1:]).numel() * rows.element_size()
         first, last = self._tensors[name]["data_offsets"]
         if last - first != row_bytes * shape[0]:
             raise self._damaged(f"tensor {name!r} has {last - first} bytes")
-        self._read(rows.view(torch.uint8).numpy().data.cast("B"), self._begin + first + begin * row_bytes)
+        self._read(rows.view(-1).view(torch.uint8).numpy().data, self._begin + first + begin * row_bytes)
         if self._current_state() != self._state:
             raise ModelFolderError(f"{self._path} was changed since it was opened; it must stay as it is")
-        return rows
 
     def _read(self, target: Any, offset: int) -> Any:
         """Fill `target`; a read gives 2 GiB at most."""

@@ -80,6 +80,11 @@ class TensorFiles:
         file = self._files[name]
         return self._parts(file).rows(name, begin, end) if file.suffix == _SUFFIX else self.load(name)[begin:end]
 
+    def columns(self, name: str, begin: int, end: int) -> Tensor:
+        """The same along the second dimension; of safetensors nothing is mapped."""
+        file = self._files[name]
+        return self._parts(file).columns(name, begin, end) if file.suffix == _SUFFIX else self.load(name)[:, begin:end]
+
     def _parts(self, file: Path) -> SafetensorsFile:
         if file not in self._in_parts:
             self._in_parts[file] = SafetensorsFile(file)
@@ -120,6 +125,11 @@ class StoredTensor:
         size = self.files.shape(self.name)[0]
         return self.files.rows(self.name, begin or 0, size if end is None else end)
 
+    def columns(self, columns: range | None) -> Tensor:
+        """The same along the second dimension."""
+        begin, end = (0, self.files.shape(self.name)[1]) if columns is None else (columns.start, columns.stop)
+        return self.files.columns(self.name, begin, end)
+
 
 class ModelWeights:
     """Hands a model its tensors by the names inside it (`embeddings.…`, `encoder.…`), then accounts for the rest.
@@ -156,21 +166,25 @@ class ModelWeights:
     def has(self, name: str) -> bool:
         return name in self._stored_names
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor in the dtype of arithmetic, on the device."""
-        return self.take_rows([name], *shape)
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """The tensor in the dtype of arithmetic, on the device; or some of its rows, or of its columns."""
+        return self.take_rows([name], *shape, rows=rows, columns=columns)
 
-    def take_rows(self, names: Sequence[str], *shape: int) -> Tensor:
-        """Several tensors of one shape, one below the other."""
-        rows = shape[0]
-        fused = torch.empty((rows * len(names), *shape[1:]), dtype=self._precision.compute, device=self._device)
+    def take_rows(
+        self, names: Sequence[str], *shape: int, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """Several tensors of one shape, or the same part of each, one below the other."""
+        size = _part_shape(shape, rows, columns)
+        num_rows = size[0]
+        fused = torch.empty((num_rows * len(names), *size[1:]), dtype=self._precision.compute, device=self._device)
         for number, name in enumerate(names):
-            fused[number * rows : (number + 1) * rows] = self._read(name, shape).to(self._precision.weights)
+            part = self._read(name, shape, rows, columns)
+            fused[number * num_rows : (number + 1) * num_rows] = part.to(self._precision.weights)
         return fused
 
-    def take_table(self, name: str, *shape: int) -> Tensor:
+    def take_table(self, name: str, *shape: int, rows: range | None = None) -> Tensor:
         """An embedding table, kept in the dtype of weights: its rows are converted when they are looked up."""
-        return self._read(name, shape).to(self._device, self._precision.weights, copy=True)
+        return self._read(name, shape, rows).to(self._device, self._precision.weights, copy=True)
 
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """The tensor in float32, not rounded, on the device."""
@@ -199,7 +213,13 @@ class ModelWeights:
                 "such tensors, so they would be left out"
             )
 
-    def _read(self, name: str, shape: Sequence[int]) -> Tensor:
+    def _read(self, name: str, shape: Sequence[int], rows: range | None = None, columns: range | None = None) -> Tensor:
+        size = _part_shape(shape, rows, columns)
+        if size != tuple(shape):
+            stored_tensor = self.claim(name, *shape)
+            if stored_tensor is None:
+                return torch.zeros(size)
+            return stored_tensor.columns(columns) if rows is None else stored_tensor.rows(rows.start, rows.stop)
         self._unused.discard(name)
         stored = self._stored_names.get(name)
         if stored is None:
@@ -208,6 +228,14 @@ class ModelWeights:
         tensor = self._files.load(stored)
         _check(tensor, stored, tuple(shape), self._files.file_of(stored))
         return tensor
+
+
+def _part_shape(shape: Sequence[int], rows: range | None, columns: range | None) -> tuple[int, ...]:
+    """Of a tensor's rows, or of its columns."""
+    assert rows is None or columns is None
+    if columns is not None:
+        return (shape[0], len(columns), *shape[2:])
+    return (shape[0] if rows is None else len(rows), *shape[1:])
 
 
 def read_module_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
