@@ -15,6 +15,7 @@ from nobiru.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulingPolicy = Literal["priority", "fcfs"]
+DataParallelBackend = Literal["local", "ray"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +40,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     A server runs `data_parallel_size` ranks. With `enable_expert_parallel` they spread the experts of a
     Mixture-of-Experts model among them, and `num_redundant_experts` more copies of them in each layer. `enable_eplb`
     moves experts to where they balance the load of the last `eplb_window_size` steps, every `eplb_step_interval` steps.
-    A step of the group that takes `step_timeout_s` has failed.
+    A rank sends at most `max_transfer_bytes_per_s` for that. A step of the ranks together that takes `step_timeout_s`
+    has failed.
+
+    The ranks are processes of this machine, or with the `data_parallel_backend` ray actors of the Ray cluster at
+    `ray_address` (None: the one that runs here, or a new one), with `num_threads` CPUs each (None: as many as there are
+    for each).
     """
 
     model: str
@@ -62,12 +68,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_eplb: bool = False
     eplb_window_size: int = 1000
     eplb_step_interval: int = 3000
+    max_transfer_bytes_per_s: int | None = None
     step_timeout_s: float = 30.0
+    data_parallel_backend: DataParallelBackend = "local"
+    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, get_args(Dtype))
         _choice("device", self.device, get_args(Device))
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _choice("data_parallel_backend", self.data_parallel_backend, get_args(DataParallelBackend))
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_model_len", self.max_model_len, 1)
@@ -77,6 +87,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("data_parallel_size", "eplb_window_size", "eplb_step_interval"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_redundant_experts", self.num_redundant_experts, 0)
+        _at_least("max_transfer_bytes_per_s", self.max_transfer_bytes_per_s, 1)
         if not self.step_timeout_s > 0:
             raise ConfigError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0", param="step_timeout_s")
         share = self.kv_cache_memory_share

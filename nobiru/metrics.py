@@ -7,6 +7,7 @@ calls the method that says what happened.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -75,6 +76,13 @@ class Metrics:
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of the KV blocks that sequences hold")
         self._running = self._gauge("running_sequences", "Sequences that hold KV blocks")
         self._waiting = self._gauge("waiting_sequences", "Sequences that wait for their first or next step")
+        self._expert_tokens = self._counter("expert_tokens", "Tokens routed to an expert, of all MoE layers", "expert")
+        self._expert_rank_tokens = self._counter(
+            "expert_rank_tokens", "Tokens that a rank's experts computed, by its position", "position"
+        )
+        self._balancedness = self._gauge("expert_balancedness", "Mean over largest load of a rank, mean of MoE layers")
+        self._expert_bytes_moved = self._counter("expert_bytes_moved", "Bytes of experts copied between ranks")
+        self._expert_rebalances = self._counter("expert_rebalances", "Rebalances of experts")
         self._bound_requests: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
@@ -128,6 +136,19 @@ class Metrics:
         self._finished.labels(finish_reason=finish_reason).inc()
         if seconds_per_token is not None:
             self._per_token_s.observe(seconds_per_token)
+
+    def observe_experts(self, *, by_expert: Mapping[int, int], by_rank: Mapping[int, int], balance: float) -> None:
+        """Tokens that went to experts, summed over layers, and to ranks; `balance` is mean over largest rank load."""
+        for expert, num_tokens in by_expert.items():
+            self._expert_tokens.labels(expert=str(expert)).inc(num_tokens)
+        for position, num_tokens in by_rank.items():
+            self._expert_rank_tokens.labels(position=str(position)).inc(num_tokens)
+        self._balancedness.set(balance)
+
+    def experts_moved(self, *, num_bytes: int, num_rebalances: int) -> None:
+        """Experts were copied to other ranks, or a plan to rebalance has begun to serve."""
+        self._expert_bytes_moved.inc(num_bytes)
+        self._expert_rebalances.inc(num_rebalances)
 
     def rejected(self, reason: str) -> None:
         """A request was refused."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,9 @@ class Steps:
 
     num_restarts: int = 0
     state: EngineState | None = None
+    num_bytes_moved: int = 0
+    num_rebalances: int = 0
+    balances: list[float] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
 
     def observe_step(self, num_tokens: int, num_sequences: int, compute_s: float) -> None:
@@ -37,6 +40,13 @@ class Steps:
 
     def observe_engine(self, state: EngineState) -> None:
         self.state = state
+
+    def observe_experts(self, *, by_expert: Mapping[int, int], by_rank: Mapping[int, int], balance: float) -> None:
+        self.balances.append(balance)
+
+    def experts_moved(self, *, num_bytes: int, num_rebalances: int) -> None:
+        self.num_bytes_moved += num_bytes
+        self.num_rebalances += num_rebalances
 
     def rank_restarted(self) -> None:
         self.num_restarts += 1

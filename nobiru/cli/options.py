@@ -69,7 +69,8 @@ ENGINE_OPTIONS = _same_name(
 )
 SERVER_OPTIONS = (
     *_same_name(EngineConfig, "data_parallel_size", "enable_expert_parallel", "num_redundant_experts"),
-    *_same_name(EngineConfig, "enable_eplb", "eplb_window_size", "eplb_step_interval", "step_timeout_s"),
+    *_same_name(EngineConfig, "enable_eplb", "eplb_window_size", "eplb_step_interval"),
+    *_same_name(EngineConfig, "max_transfer_bytes_per_s", "step_timeout_s"),
     *_same_name(ServerConfig, "host", "port", "max_body_bytes", "auto_truncate", "max_queued_tokens"),
     *_same_name(ServerConfig, "rank_timeout_s", "access_log", "log_format", "log_level"),
     ConfigOption(name="served_model_name", config=ServerConfig, field="served_model_names"),
@@ -207,6 +208,9 @@ EplbWindowSize = Annotated[
 ]
 EplbStepInterval = Annotated[
     int | None, _option(PARALLEL, "Steps between two looks at the balance.", _engine("eplb_step_interval"))
+]
+MaxTransferBytesPerS = Annotated[
+    int | None, _option(PARALLEL, "Most bytes of experts a rank sends in a second.", "no limit")
 ]
 StepTimeoutS = Annotated[
     float | None,

@@ -36,6 +36,7 @@ def serve(
     enable_eplb: options.EnableEplb = None,
     eplb_window_size: options.EplbWindowSize = None,
     eplb_step_interval: options.EplbStepInterval = None,
+    max_transfer_bytes_per_s: options.MaxTransferBytesPerS = None,
     step_timeout_s: options.StepTimeoutS = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_memory_share: options.KvCacheMemoryShare = None,

@@ -57,11 +57,13 @@ def build_engine(
     on_plan: Callable[[Plan], None] = lambda plan: None,
     position: int = 0,
     slots: Sequence[Sequence[int]] | None = None,
+    host: str = "127.0.0.1",
 ) -> Engine:
     """Load the model of `config`; raises `ConfigError` or `ModelFolderError`.
 
     `default_budget` is the number of tokens an encoder's step takes on a CPU when `config` does not say. With expert
-    parallelism, `position` is the rank's place in its group and `slots` the experts it holds, for each MoE layer.
+    parallelism, `position` is the rank's place in its group, `slots` are the experts it holds, for each MoE layer, and
+    `host` is the address at which other ranks reach it.
     """
     num_threads = config.num_threads or machine.default_num_threads()
     torch.set_num_threads(num_threads)
@@ -74,7 +76,7 @@ def build_engine(
     else:
         runner = PoolingRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit)
     pool = _make_cache(runner, config, folder) if isinstance(runner, CausalRunner) else None
-    member, inventory = _join(runner, config)
+    member, inventory = _join(runner, config, host)
     runner.warm_up()
     on_cuda = runner.device_type == "cuda"
     budget = default_token_budget(folder, default=default_budget, on_cuda=on_cuda)
@@ -117,7 +119,9 @@ def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder)
     return BlockPool(num_blocks, config.block_size)
 
 
-def _join(runner: PoolingRunner | CausalRunner, config: EngineConfig) -> tuple[ExpertMember | None, Inventory | None]:
+def _join(
+    runner: PoolingRunner | CausalRunner, config: EngineConfig, host: str
+) -> tuple[ExpertMember | None, Inventory | None]:
     """What an expert-parallel rank has beside; (None, None) for others."""
     if not config.enable_expert_parallel:
         return None, None
@@ -134,7 +138,13 @@ def _join(runner: PoolingRunner | CausalRunner, config: EngineConfig) -> tuple[E
         shape=(moe.num_layers, moe.slot_capacity),
         slots=moe.slots_LS.astype("<i4").tobytes(),
     )
-    return ExpertMember(moe, step_timeout_s=config.step_timeout_s), inventory
+    member = ExpertMember(
+        moe,
+        step_timeout_s=config.step_timeout_s,
+        max_transfer_bytes_per_s=config.max_transfer_bytes_per_s,
+        host=host,
+    )
+    return member, inventory
 
 
 def _make_executor(runner: RunnerLike, *, retries: bool) -> Executor:

@@ -10,18 +10,17 @@ import asyncio
 import itertools
 import logging
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from nobiru.config import EngineConfig, SchedulerConfig
-from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine import messages
+from nobiru.engine.backends import make_backend
+from nobiru.engine.expert_balance import ExpertBalance, ExpertObserver
 from nobiru.engine.expert_group import ExpertGroup
 from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
 from nobiru.engine.group import RankGroup
@@ -29,11 +28,16 @@ from nobiru.engine.ledger import Entry, Ledger
 from nobiru.engine.messages import (
     Abort,
     Awake,
+    Beat,
     Crashed,
     EngineState,
+    Executing,
+    ExpertLoads,
     Formed,
+    Heard,
     Idle,
     Loaded,
+    Moved,
     Probe,
     ProbeDone,
     StartFailed,
@@ -41,9 +45,10 @@ from nobiru.engine.messages import (
     Stop,
     StoreReady,
     Suspended,
+    Switched,
 )
-from nobiru.engine.rank_spec import RankSpec
-from nobiru.engine.recorder import FlightRecorder
+from nobiru.engine.rank_spec import STORE_IDENTITY, RankSpec, heart_identity
+from nobiru.engine.recorder import Recorder, RemoteRecorder
 from nobiru.engine.supervisor import Rank, RankProcess
 from nobiru.errors import UnavailableError
 from nobiru.generation import GenerationRequest
@@ -54,7 +59,7 @@ logger = logging.getLogger(__name__)
 THROUGHPUT_HALF_LIFE_S = 5.0
 
 
-class Observer(Protocol):
+class Observer(ExpertObserver, Protocol):
     """Where measurements go."""
 
     def observe_step(self, num_tokens: int, num_sequences: int, compute_s: float) -> None: ...
@@ -84,8 +89,7 @@ class ZmqClient:
         self._config = config
         self._log_level = log_level
         self._observer = observer
-        self._endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
-        self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
+        self._backend = make_backend(config, environment=environment, recorder_capacity=limits.max_num_seqs)
         ids = itertools.count()
         self._ledger = Ledger(
             embedding_dim=embedding_dim,
@@ -98,7 +102,6 @@ class ZmqClient:
             self._launch,
             size=config.data_parallel_size,
             needs_all=config.enable_expert_parallel,
-            recorder_capacity=limits.max_num_seqs,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
             on_loaded=self._on_loaded,
@@ -108,10 +111,12 @@ class ZmqClient:
         if config.enable_expert_parallel:
             self._experts = ExpertGroup(
                 size=config.data_parallel_size,
-                endpoint=self._endpoint,
+                endpoint=self._backend.endpoint,
+                host=self._backend.host,
                 environment=environment,
                 send=self._send_to,
                 on_begin=self._on_begin,
+                balance=ExpertBalance(config, observer),
             )
         self._serving: dict[str, Rank] = {}
         self._futures: dict[Entry, asyncio.Future[Vectors]] = {}
@@ -136,7 +141,7 @@ class ZmqClient:
         socket.setsockopt(zmq.LINGER, 0)
         for option in (zmq.SNDHWM, zmq.RCVHWM):  # the queue is bounded by admission, in tokens
             socket.setsockopt(option, 0)
-        socket.bind(self._endpoint)
+        self._backend.bind(socket)
         self._receiver = asyncio.create_task(self._receive(socket), name="rank-messages")
         self._group.start()
         if self._experts is not None:
@@ -161,6 +166,7 @@ class ZmqClient:
         if self._context is not None and self._socket is not None:
             self._socket.close()
             self._context.term()
+        await asyncio.to_thread(self._backend.close)
 
     async def embed(self, request: PoolingRequest) -> Vectors:
         """The vectors [N, D] of a request. Raises `NobiruError`; cancelling the caller aborts the work."""
@@ -229,6 +235,7 @@ class ZmqClient:
             {
                 "rank_id": rank.rank_id,
                 "pid": rank.process.pid,
+                "node": rank.process.node,
                 "state": rank.state,
                 "outstanding_tokens": self._outstanding(rank.rank_id),
             }
@@ -240,17 +247,18 @@ class ZmqClient:
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def _launch(self, position: int, rank_id: str, recorder: FlightRecorder) -> RankProcess:
-        spec = RankSpec(
-            rank_id=rank_id,
-            position=position,
-            endpoint=self._endpoint,
-            recorder_fd=recorder.fd,
-            slots=self._experts.slots_of(position) if self._experts is not None else None,
-            engine=self._config,
-            log_level=self._log_level,
+    def _launch(self, position: int, rank_id: str) -> tuple[RankProcess, Recorder]:
+        return self._backend.launch(
+            lambda recorder_fd: RankSpec(
+                rank_id=rank_id,
+                position=position,
+                endpoint=self._backend.endpoint,
+                recorder_fd=recorder_fd,
+                slots=self._experts.balance.slots_of(position) if self._experts is not None else None,
+                engine=self._config,
+                log_level=self._log_level,
+            )
         )
-        return self._launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd])
 
     def _on_loaded(self, rank: Rank, message: Loaded) -> None:
         self.model_info = dict(message.info)
@@ -297,11 +305,12 @@ class ZmqClient:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             identity, payload = await socket.recv_multipart()
-            message = messages.decode_from_rank(payload)
-            rank = self._group.find(identity)
+            rank = self._group.find(identity.partition(b"/")[0])
             if rank is not None:
-                self._handle(rank, message)
-            elif isinstance(message, StoreReady) and self._experts is not None:
+                self._handle(rank, messages.decode_from_rank(payload))
+            elif identity == STORE_IDENTITY and self._experts is not None:
+                message = messages.decode_from_rank(payload)
+                assert isinstance(message, StoreReady)
                 self._experts.store_is_ready(message)
 
     def _handle(self, rank: Rank, message: messages.FromRank) -> None:
@@ -310,7 +319,9 @@ class ZmqClient:
                 self._step_done(rank, message)
             case Idle():
                 self._observe(rank, message.state)
-            case Formed() | Suspended() | Awake():
+            case Beat() | Executing():
+                self._record(rank, message)
+            case Formed() | Suspended() | Awake() | ExpertLoads() | Moved() | Switched():
                 assert self._experts is not None, "only expert-parallel ranks say so"
                 self._experts.handle(rank.rank_id, message)
             case ProbeDone():
@@ -321,6 +332,15 @@ class ZmqClient:
                 self._group.supervisor_of(rank).loaded(rank, message)
             case StartFailed() | Crashed():
                 self._group.supervisor_of(rank).says_why(rank, message)
+
+    def _record(self, rank: Rank, message: Beat | Executing) -> None:
+        """What a rank on another machine wants to be remembered."""
+        assert isinstance(rank.recorder, RemoteRecorder)
+        if isinstance(message, Executing):
+            rank.recorder.step_begins(np.frombuffer(message.seq_ids, dtype="<i8").tolist())
+        else:
+            rank.recorder.beat()
+            self._send_to(heart_identity(rank.rank_id), Heard())
 
     def _step_done(self, rank: Rank, done: StepDone) -> None:
         rank.has_worked = True

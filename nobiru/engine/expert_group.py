@@ -1,7 +1,8 @@
 """The expert-parallel ranks of one server, as their controller sees them.
 
-Owns the store's process, the formation of epochs, the placement of experts, and the passing on of wake-up calls. Runs
-on the server's event loop; sending is the client's. Decisions are those of `nobiru.elastic.formation`.
+Owns the store's process, the formation of epochs, and the passing on of wake-up calls; which expert is where is
+`ExpertBalance`'s. Runs on the server's event loop; sending is the client's. Decisions are those of
+`nobiru.elastic.formation`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,30 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from nobiru.elastic.formation import Action, Formation, SendAbandon, SendBegin, SendForm, SetTimer
 from nobiru.elastic.launcher.local import LocalLauncher, LocalProcess
 from nobiru.engine import messages
-from nobiru.engine.messages import Abandon, Awake, Begin, Form, Formed, Inventory, StoreReady, Suspended, Wake
+from nobiru.engine.expert_balance import ExpertBalance
+from nobiru.engine.messages import (
+    Abandon,
+    Awake,
+    Begin,
+    ExpertLoads,
+    Form,
+    Formed,
+    Inventory,
+    Moved,
+    StoreReady,
+    Suspended,
+    Switched,
+    Wake,
+)
 from nobiru.engine.rank_spec import StoreSpec, control_identity
-from nobiru.parallel.placement import Placement
 
 logger = logging.getLogger(__name__)
 
+FromMember = Formed | Suspended | Awake | ExpertLoads | Moved | Switched
 Send = Callable[[str, messages.ToRank], None]
 STORE_RETRY_S = 1.0
 STOP_TIMEOUT_S = 5.0
@@ -36,16 +50,18 @@ class ExpertGroup:
         *,
         size: int,
         endpoint: str,
+        host: str,
         environment: Mapping[str, str],
         send: Send,
         on_begin: Callable[[Iterable[str]], None],
+        balance: ExpertBalance,
     ) -> None:
         self._formation = Formation(size=size)
-        self._endpoint = endpoint
+        self.balance = balance
+        self._store_spec = msgspec.json.encode(StoreSpec(endpoint=endpoint, host=host))
         self._launcher = LocalLauncher("nobiru.engine.store:main", environment=environment)
         self._send = send
         self._on_begin = on_begin
-        self._inventories: dict[int, Inventory] = {}
         self._positions: dict[str, int] = {}
         self._store: LocalProcess | None = None
         self._store_address = ("", 0)
@@ -70,7 +86,7 @@ class ExpertGroup:
     async def _keep_store(self) -> None:
         """Groups that stand do not need the store; the next formation does."""
         while True:
-            self._store = self._launcher.launch(msgspec.json.encode(StoreSpec(endpoint=self._endpoint)), pass_fds=())
+            self._store = self._launcher.launch(self._store_spec, pass_fds=())
             how = await self._store.wait_dead()
             logger.error("the rendezvous store %s", how)
             self._store.close()
@@ -86,44 +102,34 @@ class ExpertGroup:
     def is_serving(self) -> bool:
         return self._formation.phase == "serving"
 
-    @property
-    def placement(self) -> Placement | None:
-        """Which expert is where, once every rank has said what it holds."""
-        if len(self._inventories) < self._formation.size:
-            return None
-        parts = [self._inventories[position] for position in sorted(self._inventories)]
-        slots = [np.frombuffer(each.slots, dtype="<i4").reshape(each.shape) for each in parts]
-        return Placement(slots=np.stack(slots, axis=1), num_experts=parts[0].num_experts)
-
-    def slots_of(self, position: int) -> list[list[int]] | None:
-        """What a rank that comes to this place has to hold; None before there was one."""
-        inventory = self._inventories.get(position)
-        if inventory is None:
-            return None
-        slots: list[list[int]] = np.frombuffer(inventory.slots, dtype="<i4").reshape(inventory.shape).tolist()
-        return slots
-
     def store_is_ready(self, message: StoreReady) -> None:
         self._store_address = (message.host, message.port)
         self._perform(self._formation.store_is_ready())
 
     def rank_loaded(self, rank_id: str, position: int, inventory: Inventory) -> None:
-        self._inventories[position] = inventory
+        self.balance.rank_loaded(position, inventory)
         self._positions[rank_id] = position
         self._perform(self._formation.rank_loaded(position, rank_id))
 
     def rank_lost(self, rank_id: str) -> None:
         self._positions.pop(rank_id, None)
+        self.balance.epoch_ends()
         self._perform(self._formation.rank_lost(rank_id))
 
-    def handle(self, rank_id: str, message: Formed | Suspended | Awake) -> None:
+    def handle(self, rank_id: str, message: FromMember) -> None:
+        position = self._positions.get(rank_id)
         match message:
+            case ExpertLoads() | Moved() | Switched() if position is not None and self.is_serving:
+                for order in self.balance.handle(position, message):
+                    for member in self._formation.members:
+                        self._send(member, order)
             case Formed(error=None):
                 self._perform(self._formation.rank_formed(rank_id, message.attempt))
             case Formed():
                 logger.warning("rank %s could not form a group: %s", rank_id, message.error)
                 self._perform(self._formation.form_failed(rank_id, message.attempt))
             case Suspended():
+                self.balance.epoch_ends()
                 self._perform(self._formation.rank_suspended(rank_id, message.epoch))
             case Awake():
                 if message.epoch == self.epoch and self.is_serving:
@@ -133,13 +139,14 @@ class ExpertGroup:
 
     def status(self) -> dict[str, Any]:
         """The part of `GET /elastic/status` that is about experts."""
-        placement = self.placement
+        placement = self.balance.placement
         if placement is None:
             return {}
         return {
             "num_experts": placement.num_experts,
             "slot_capacity": placement.slot_capacity,
             "slots": {rank_id: placement.slots[:, place].tolist() for rank_id, place in self._positions.items()},
+            **self.balance.status(),
         }
 
     # ---- actions -----------------------------------------------------------------------------------------------------
@@ -153,6 +160,7 @@ class ExpertGroup:
                     for rank_id in action.members:
                         self._send(rank_id, Begin(attempt=action.attempt))
                     logger.info("epoch %d begins with %s", action.epoch, ", ".join(action.members))
+                    self.balance.epoch_begins()
                     self._on_begin(action.members)
                 case SendAbandon():
                     for rank_id in action.members:
@@ -166,7 +174,7 @@ class ExpertGroup:
         self._perform(self._formation.timer(attempt))
 
     def _send_form(self, action: SendForm) -> None:
-        placement = self.placement
+        placement = self.balance.placement
         assert placement is not None, "every rank is loaded"
         host, port = self._store_address
         for position, rank_id in enumerate(action.members):
@@ -177,6 +185,7 @@ class ExpertGroup:
                 size=len(action.members),
                 store_host=host,
                 store_port=port,
+                version=self.balance.version,
                 shape=(placement.num_layers, placement.num_ranks, placement.slot_capacity),
                 slots=placement.slots.astype("<i4").tobytes(),
             )

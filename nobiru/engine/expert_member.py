@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.config import EngineConfig
-from nobiru.engine.messages import Form
+from nobiru.engine.expert_moves import ExpertMoves
+from nobiru.engine.messages import ExpertLoads, Form
 from nobiru.errors import GroupError
 from nobiru.layers.moe import Dispatched, weighted_sum
 from nobiru.models.moe import MoeParts
@@ -30,17 +31,21 @@ FORM_TIMEOUT_S = 10.0
 # The fields of the record that every step begins with.
 RECORD = ("attempt", "epoch", "seq", "num_tokens", "has_work", "ready_epoch", "placement_version", "graph_bucket")
 _HAS_WORK = RECORD.index("has_work")
+_VERSION = RECORD.index("placement_version")
+# Steps between two reports of where tokens went.
+LOADS_INTERVAL = 16
 
 
 @dataclass(slots=True, kw_only=True)
 class _Epoch:
-    """The groups of one attempt: `control` for the records, `experts` for tokens."""
+    """The groups of one attempt: `control` for the records, `experts` for tokens, and one for `moves` of experts."""
 
     attempt: int
     number: int
     control: Group
     experts: Group
-    tables: ExpertTables
+    moves: ExpertMoves
+    groups: list[Group]
     has_begun: bool = False
 
 
@@ -50,12 +55,23 @@ class ExpertMember:
     `break_out` may be called from another thread.
     """
 
-    def __init__(self, moe: MoeParts, *, step_timeout_s: float) -> None:
+    def __init__(
+        self,
+        moe: MoeParts,
+        *,
+        step_timeout_s: float,
+        max_transfer_bytes_per_s: int | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         self._moe = moe
+        self._max_transfer_bytes_per_s = max_transfer_bytes_per_s
         self._step_timeout_s = step_timeout_s
+        self._host = host  # the address at which other members reach this one
         self._epoch: _Epoch | None = None
         self.seq = 0
         self.is_asleep = False
+        self.has_switched = False  # to another placement, with the last gather
+        self.num_unreported = 0  # steps whose loads were not taken
         self.is_before_step = True  # the step that failed had only begun: its plan was not executed
 
     @property
@@ -72,24 +88,46 @@ class ExpertMember:
         store = connect_store(form.store_host, form.store_port, timeout_s=FORM_TIMEOUT_S)
         groups: list[Group] = []
         try:
-            for name in ("control", "experts"):
+            for name, timeout_s in self._groups():
                 group = form_group(
                     store,
                     attempt_id=str(form.attempt),
                     name=name,
                     rank=form.position,
                     size=form.size,
-                    timeout_s=self._step_timeout_s,
+                    timeout_s=timeout_s,
+                    host=self._host,
                 )
                 groups.append(group)
         except GroupError:
             for group in groups:
                 group.destroy()
             raise
-        control, experts = groups
+        control, experts, transfer = groups
         tables = ExpertTables(placement)
         self._moe.dispatcher = AllToAllDispatcher(experts, tables)
-        self._epoch = _Epoch(attempt=form.attempt, number=form.epoch, control=control, experts=experts, tables=tables)
+        moves = ExpertMoves(
+            self._moe,
+            transfer,
+            tables,
+            placement,
+            version=form.version,
+            max_bytes_per_s=self._max_transfer_bytes_per_s,
+        )
+        self._epoch = _Epoch(
+            attempt=form.attempt,
+            number=form.epoch,
+            control=control,
+            experts=experts,
+            moves=moves,
+            groups=groups,
+        )
+
+    def _groups(self) -> list[tuple[str, float]]:
+        """Names and time limits. A slot may take long to copy, at a limited rate."""
+        rate = self._max_transfer_bytes_per_s
+        transfer_s = self._step_timeout_s + (self._moe.expert_bytes / rate if rate else 0.0)
+        return [("control", self._step_timeout_s), ("experts", self._step_timeout_s), ("transfer", transfer_s)]
 
     def begin(self, attempt: int) -> None:
         """Every member has formed this attempt."""
@@ -111,7 +149,7 @@ class ExpertMember:
                 0 if plan is None else plan.num_tokens,
                 plan is not None,
                 epoch.number,
-                0,
+                epoch.moves.ready_version,
                 0,
             ],
             dtype=torch.int64,
@@ -119,9 +157,32 @@ class ExpertMember:
         records_Rn = epoch.control.all_gather_record(record)
         assert bool((records_Rn[:, :3] == record[:3]).all()), "members are in the same step of the same epoch"
         self.seq += 1
+        self.num_unreported += 1
         self.is_before_step = False
         self.is_asleep = not bool(records_Rn[:, _HAS_WORK].any())
+        self.has_switched = int(records_Rn[:, _VERSION].min()) > epoch.moves.version
+        if self.has_switched:
+            epoch.moves.switch()
         return not self.is_asleep
+
+    @property
+    def moves(self) -> ExpertMoves | None:
+        """The experts' moves of the epoch that has begun."""
+        return self._epoch.moves if self.epoch is not None and self._epoch is not None else None
+
+    def take_loads(self) -> ExpertLoads | None:
+        """Tokens routed by this rank since the last call, after every `LOADS_INTERVAL` steps and before sleep."""
+        if not self.num_unreported or (self.num_unreported < LOADS_INTERVAL and not self.is_asleep):
+            return None
+        with torch.inference_mode():
+            counts_LE = self._moe.take_loads()
+        loads = ExpertLoads(
+            num_steps=self.num_unreported,
+            shape=(counts_LE.shape[0], counts_LE.shape[1]),
+            counts=counts_LE.numpy().tobytes(),
+        )
+        self.num_unreported = 0
+        return loads
 
     def run_idle(self) -> None:
         """Take part in a step without tokens of one's own."""
@@ -138,15 +199,18 @@ class ExpertMember:
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             self._moe.dispatcher = None
-            epoch.control.destroy()
-            epoch.experts.destroy()
+            with torch.inference_mode():
+                self._moe.take_loads()  # an abandoned step's do not count
+            self.num_unreported = 0
+            for group in epoch.groups:
+                group.destroy()
 
     def break_out(self, attempt: int) -> None:
         """End the exchanges of an attempt that is over, in which this rank may be stuck."""
         epoch = self._epoch
         if epoch is not None and epoch.attempt <= attempt:
-            epoch.control.break_connections()
-            epoch.experts.break_connections()
+            for group in epoch.groups:
+                group.break_connections()
 
 
 class StandInDispatcher:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from nobiru.engine.messages import Loaded
-from nobiru.engine.recorder import FlightRecorder
+from nobiru.engine.recorder import Recorder
 from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor
 
-Launch = Callable[[int, str, FlightRecorder], RankProcess]
+Launch = Callable[[int, str], tuple[RankProcess, Recorder]]
 
 
 class RankGroup:
-    """`size` ranks, kept running from `start` to `stop`; `launch(position, rank_id, recorder)` begins a process.
+    """`size` ranks, kept running from `start` to `stop`; `launch(position, rank_id)` begins a process.
 
     `failed` resolves with a message when one of them cannot be brought up any more, unless others serve without it
     (`needs_all` false).
@@ -30,7 +30,6 @@ class RankGroup:
         *,
         size: int,
         needs_all: bool,
-        recorder_capacity: int,
         rank_timeout_s: float,
         max_start_failures: int,
         on_loaded: Callable[[Rank, Loaded], None],
@@ -41,7 +40,6 @@ class RankGroup:
         self._supervisors = [
             RankSupervisor(
                 partial(launch, position),
-                recorder_capacity=recorder_capacity,
                 rank_timeout_s=rank_timeout_s,
                 max_start_failures=max_start_failures,
                 on_loaded=on_loaded,

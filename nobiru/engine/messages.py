@@ -61,6 +61,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=Tru
     size: int
     store_host: str
     store_port: int
+    version: int
     shape: tuple[int, int, int]
     slots: bytes
 
@@ -76,6 +77,26 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake", kw_only=Tru
 
     epoch: int
     seq: int
+
+
+class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag="move_experts", kw_only=True):
+    """Copy experts beside serving, then use them from the step on in which all members have theirs.
+
+    `moves` are (expert, from rank, from slot, to rank, to slot) by positions; `slots`, of `shape`, is the placement
+    they lead to, number `version`, which differs from the present one in `layer`.
+    """
+
+    version: int
+    layer: int
+    moves: list[tuple[int, int, int, int, int]]
+    shape: tuple[int, int, int]
+    slots: bytes
+
+
+class Vacate(msgspec.Struct, frozen=True, array_like=True, tag="vacate", kw_only=True):
+    """All members use this placement: slots that are empty in it may be forgotten."""
+
+    version: int
 
 
 class Abandon(msgspec.Struct, frozen=True, array_like=True, tag="abandon", kw_only=True):
@@ -100,7 +121,11 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", kw_only=Tru
     """End."""
 
 
-ToRank = Add | Generate | Form | Begin | Wake | Abandon | Abort | Probe | Stop
+class Heard(msgspec.Struct, frozen=True, array_like=True, tag="heard", kw_only=True):
+    """A `Beat` has arrived: the server lives, and counts on this rank. To the socket that it came from."""
+
+
+ToRank = Add | Generate | Form | Begin | Wake | MoveExperts | Vacate | Abandon | Abort | Probe | Stop | Heard
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -139,6 +164,28 @@ class Suspended(msgspec.Struct, frozen=True, array_like=True, tag="suspended", k
 
     epoch: int
     error: str
+
+
+class ExpertLoads(msgspec.Struct, frozen=True, array_like=True, tag="expert_loads", kw_only=True):
+    """Tokens this rank routed to each expert in its last `num_steps` steps: int64 bytes, of `shape` layers, experts."""
+
+    num_steps: int
+    shape: tuple[int, int]
+    counts: bytes
+
+
+class Moved(msgspec.Struct, frozen=True, array_like=True, tag="moved", kw_only=True):
+    """This rank's part of the moves is done: so many bytes came; or `error` says why not."""
+
+    version: int
+    num_bytes: int
+    error: str | None = None
+
+
+class Switched(msgspec.Struct, frozen=True, array_like=True, tag="switched", kw_only=True):
+    """This rank uses the placement, from the step on in which all do."""
+
+    version: int
 
 
 class Awake(msgspec.Struct, frozen=True, array_like=True, tag="awake", kw_only=True):
@@ -227,7 +274,33 @@ class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probe_done", 
     nonce: int
 
 
-FromRank = Loaded | StartFailed | Crashed | StoreReady | Formed | Suspended | Awake | StepDone | Idle | ProbeDone
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat", kw_only=True):
+    """This rank, on another machine, lives. Answered with `Heard`."""
+
+
+class Executing(msgspec.Struct, frozen=True, array_like=True, tag="executing", kw_only=True):
+    """A rank on another machine begins a step of these sequences (int64 bytes); none: its step has ended."""
+
+    seq_ids: bytes
+
+
+FromRank = (
+    Loaded
+    | StartFailed
+    | Crashed
+    | StoreReady
+    | Beat
+    | Executing
+    | Formed
+    | Suspended
+    | Awake
+    | ExpertLoads
+    | Moved
+    | Switched
+    | StepDone
+    | Idle
+    | ProbeDone
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

@@ -40,16 +40,19 @@ from nobiru.engine.messages import (
     Generated,
     Idle,
     Loaded,
+    MoveExperts,
     Probe,
     ProbeDone,
     StartFailed,
     StepDone,
     Stop,
     Suspended,
+    Switched,
+    Vacate,
     Wake,
 )
 from nobiru.engine.rank_spec import RankSpec, control_identity
-from nobiru.engine.recorder import FlightRecorder
+from nobiru.engine.recorder import FlightRecorder, StepRecorder
 from nobiru.engine.sequences import embedding_sequence, generation_sequence
 from nobiru.errors import ConfigError, GroupError, InvalidRequestError, ModelFolderError, NobiruError
 from nobiru.generation import FinishReason, SampledToken
@@ -77,7 +80,7 @@ class RankServer:
         self,
         core: EngineCore,
         socket: zmq.Socket[bytes],
-        recorder: FlightRecorder,
+        recorder: StepRecorder,
         member: ExpertMember | None = None,
     ) -> None:
         self._core = core
@@ -101,6 +104,8 @@ class RankServer:
                     self._recorder.step_ends()
             elif self._sent_state.num_running or self._sent_state.num_waiting:
                 self._say_idle()
+            if self._member is not None:
+                self._report_experts(self._member)
             self._answer_probes(forward_pass_done=output is not None)
 
     def _step_together(self, member: ExpertMember) -> StepOutput | None:
@@ -126,6 +131,18 @@ class RankServer:
             self._recorder.step_ends()
             self._send(Suspended(epoch=epoch, error=str(error)))
         return None
+
+    def _report_experts(self, member: ExpertMember) -> None:
+        """What the controller has to know of moves and loads."""
+        if member.moves is None:
+            return
+        if (outcome := member.moves.take_outcome()) is not None:
+            self._send(outcome)
+        if member.has_switched:
+            member.has_switched = False
+            self._send(Switched(version=member.moves.version))
+        if (loads := member.take_loads()) is not None:
+            self._send(loads)
 
     def _say_idle(self) -> None:
         """What was left has been aborted."""
@@ -157,6 +174,12 @@ class RankServer:
                 self._expert_member.begin(message.attempt)
             case Wake():
                 self._expert_member.wake(message.epoch, message.seq)
+            case MoveExperts():
+                if self._expert_member.moves is not None:
+                    self._expert_member.moves.begin(message)
+            case Vacate():
+                if self._expert_member.moves is not None:
+                    self._expert_member.moves.vacate(message.version)
             case Abandon():
                 self._expert_member.break_out(message.attempt)
             case Abort():
@@ -335,19 +358,21 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSpec)
     logging.basicConfig(level=spec.log_level.upper(), format=f"{spec.rank_id} %(levelname)s %(message)s")
+    assert spec.recorder_fd is not None
     recorder = FlightRecorder.attach(spec.recorder_fd)
-    _in_background("parent-watch", _end_with_parent)
-    _in_background("heartbeat", lambda: _beat(recorder))
+    in_background("parent-watch", _end_with_parent)
+    in_background("heartbeat", lambda: _beat(recorder))
     context = zmq.Context()
-    socket = _connect(context, spec, spec.rank_id)
-    exit_code = _serve(spec, context, socket, recorder)
+    socket = connect(context, spec, spec.rank_id)
+    exit_code = serve(spec, context, socket, recorder)
     socket.close()
     context.term()
     sys.stderr.flush()
     os._exit(exit_code)  # device libraries' exit handlers can hang; nothing is left to save
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], spec: RankSpec, identity: str) -> zmq.Socket[bytes]:
+def connect(context: zmq.Context[zmq.Socket[bytes]], spec: RankSpec, identity: str) -> zmq.Socket[bytes]:
+    """To the server, which knows this end of it by `identity`."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.LINGER, 2000)
@@ -357,11 +382,11 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], spec: RankSpec, identity: 
     return socket
 
 
-def _serve(
+def serve(
     spec: RankSpec,
     context: zmq.Context[zmq.Socket[bytes]],
     socket: zmq.Socket[bytes],
-    recorder: FlightRecorder,
+    recorder: StepRecorder,
 ) -> int:
     """Load, say so, serve; the exit code."""
     try:
@@ -374,6 +399,7 @@ def _serve(
             on_plan=lambda plan: recorder.step_begins([each.seq_id for each in plan.sequences]),
             position=spec.position,
             slots=spec.slots,
+            host=spec.host,
         )
     except Exception as error:
         permanent = isinstance(error, ConfigError | ModelFolderError)
@@ -383,8 +409,8 @@ def _serve(
         socket.send(messages.encode(StartFailed(message=message, permanent=permanent)))
         return 1
     if engine.member is not None:
-        control = _connect(context, spec, control_identity(spec.rank_id))
-        _in_background("control", partial(_obey, control, engine.member))
+        control = connect(context, spec, control_identity(spec.rank_id))
+        in_background("control", partial(_obey, control, engine.member))
     budget = engine.core.scheduler.config.max_num_batched_tokens
     loaded = Loaded(max_num_batched_tokens=budget, info=engine.info, inventory=engine.inventory)
     socket.send(messages.encode(loaded))
@@ -414,7 +440,7 @@ def _injected_start_fault(rank_id: str) -> None:
         raise RuntimeError("fault injection: this rank does not start")
 
 
-def _in_background(name: str, target: Callable[[], object]) -> None:
+def in_background(name: str, target: Callable[[], object]) -> None:
     threading.Thread(target=target, name=name, daemon=True).start()
 
 

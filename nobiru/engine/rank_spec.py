@@ -17,20 +17,27 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One JSON line on the rank's standard input. `recorder_fd` is an inherited descriptor.
+    """One JSON line. `recorder_fd` is an inherited descriptor, None on another machine.
 
-    `slots` says which expert of each MoE layer goes into which slot; None: as at the first start.
+    `slots` says which expert of each MoE layer goes into which slot; None: as at the first start. Other ranks reach this
+    one at the address `host`.
     """
 
     rank_id: str
     position: int
     slots: list[list[int]] | None = None
     endpoint: str
-    recorder_fd: int
+    recorder_fd: int | None
     engine: EngineConfig
     log_level: str = "info"
+    host: str = "127.0.0.1"
 
 
 def control_identity(rank_id: str) -> str:
     """Of the socket at which a rank can be reached in the middle of a step."""
     return f"{rank_id}/control"
+
+
+def heart_identity(rank_id: str) -> str:
+    """Of the socket from which a rank on another machine gives signs of life."""
+    return f"{rank_id}/heart"

@@ -2,7 +2,8 @@
 
 Owns two facts no message could carry in time: which sequences were being executed when the process died, and when the
 process last gave a sign of life. One writer (the rank), one reader (whoever launched it); the memory is an anonymous
-file whose descriptor the rank inherits, so nothing is left behind.
+file whose descriptor the rank inherits, so nothing is left behind. A rank on another machine has to send messages
+after all, just before each step, and `RemoteRecorder` is what they said.
 
 Layout (little endian): heartbeat as float64 seconds of the machine's monotonic clock; a step's number of sequences as
 int64, 0 between steps; then their ids as int64. A step's ids are written before its number.
@@ -15,10 +16,31 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 _HEADER_BYTES = 16
+
+
+class StepRecorder(Protocol):
+    """What a rank writes."""
+
+    def step_begins(self, seq_ids: Sequence[int]) -> None: ...
+
+    def step_ends(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """What its launcher reads: the sequences in execution, and `time.monotonic()` at the last sign of life, or 0."""
+
+    @property
+    def seq_ids(self) -> list[int]: ...
+
+    @property
+    def heartbeat_s(self) -> float: ...
+
+    def close(self) -> None: ...
 
 
 class FlightRecorder:
@@ -69,6 +91,23 @@ class FlightRecorder:
         del self._heartbeat_s, self._count, self._ids  # views keep the memory from closing
         self._memory.close()
         os.close(self.fd)
+
+
+class RemoteRecorder:
+    """Held by the launcher: what a rank on another machine has told, by this machine's clock."""
+
+    def __init__(self) -> None:
+        self.seq_ids: list[int] = []
+        self.heartbeat_s = 0.0
+
+    def step_begins(self, seq_ids: Sequence[int]) -> None:
+        self.seq_ids = list(seq_ids)
+
+    def beat(self) -> None:
+        self.heartbeat_s = time.monotonic()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _anonymous_file() -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nobiru.engine.messages import Crashed, Loaded, StartFailed
-from nobiru.engine.recorder import FlightRecorder
+from nobiru.engine.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,13 @@ STOP_TIMEOUT_S = 5.0
 
 
 class RankProcess(Protocol):
-    """What a launcher gives back."""
+    """What a launcher gives back. `node` is the address of its machine; both are None until it has a place."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int | None: ...
+
+    @property
+    def node(self) -> str | None: ...
 
     async def wait_dead(self) -> str: ...
 
@@ -39,7 +42,7 @@ class RankProcess(Protocol):
     def join(self, timeout_s: float) -> bool: ...
 
 
-Launch = Callable[[str, FlightRecorder], RankProcess]
+Launch = Callable[[str], tuple[RankProcess, Recorder]]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -52,7 +55,7 @@ class Rank:
     rank_id: str
     position: int = 0
     process: RankProcess
-    recorder: FlightRecorder
+    recorder: Recorder
     launched_s: float
     state: str = "starting"
     has_worked: bool = False
@@ -63,6 +66,7 @@ class Rank:
 class RankSupervisor:
     """Runs from `start` to `stop`. `failed` resolves with a message when no rank can be brought up any more.
 
+    `launch(rank_id)` begins a process; `OSError` when the system cannot start one.
     Its ranks get the next of `ids`, which supervisors of one group share, and all have the same `position`.
     """
 
@@ -70,7 +74,6 @@ class RankSupervisor:
         self,
         launch: Launch,
         *,
-        recorder_capacity: int,
         rank_timeout_s: float,
         max_start_failures: int,
         on_loaded: Callable[[Rank, Loaded], None],
@@ -81,7 +84,6 @@ class RankSupervisor:
     ) -> None:
         self._launch = launch
         self._position = position
-        self._recorder_capacity = recorder_capacity
         self._rank_timeout_s = rank_timeout_s
         self._launch_timeout_s = launch_timeout_s
         self._max_start_failures = max_start_failures
@@ -157,12 +159,7 @@ class RankSupervisor:
 
     def _new_rank(self) -> Rank:
         rank_id = f"r{next(self._ids)}"
-        recorder = FlightRecorder.create(self._recorder_capacity)
-        try:
-            process = self._launch(rank_id, recorder)
-        except OSError:
-            recorder.close()
-            raise
+        process, recorder = self._launch(rank_id)
         return Rank(
             rank_id=rank_id,
             position=self._position,

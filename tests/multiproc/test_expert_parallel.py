@@ -155,3 +155,25 @@ def test_a_model_without_experts_is_refused(language_model: Path) -> None:
             assert "cannot be spread over ranks" in await asyncio.wait_for(client.failed, 60)
 
     asyncio.run(main())
+
+
+def test_experts_move_while_texts_are_written(moe_model: Path, expected: list[list[int]]) -> None:
+    async def main() -> None:
+        steps = Steps()
+        options = {"enable_eplb": True, "eplb_step_interval": 4, "eplb_window_size": 32, "num_redundant_experts": 1}
+        async with running(moe_model, data_parallel_size=2, steps=steps, **SPREAD, **options) as client:
+            await until(lambda: client.has_working_rank)
+            # One prompt over and over: a few experts get all of the load.
+            for _ in range(12):
+                assert await texts_of(client, PROMPTS[2:4]) == expected[2:4]
+            await until(lambda: steps.num_rebalances > 0)
+            assert await texts_of(client, PROMPTS) == expected
+            placement = client.status()["placement"]
+            assert placement["version"] > 0
+            assert placement["bytes_moved"] == steps.num_bytes_moved > 0
+            assert max(steps.balances[-5:]) > min(steps.balances[:5])
+            os.kill(pids(client)[1], signal.SIGKILL)
+            assert await asyncio.wait_for(texts_of(client, PROMPTS), 60) == expected
+            assert client.status()["epoch"] == 2
+
+    asyncio.run(main())

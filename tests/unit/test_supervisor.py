@@ -16,6 +16,7 @@ class PretendedProcess:
     """Dies when `die` is called."""
 
     pid = 1
+    node = "here"
 
     def __init__(self) -> None:
         self.dead = asyncio.Event()
@@ -43,17 +44,17 @@ class Stage:
         self.loaded: list[str] = []
         self.supervisor = RankSupervisor(
             self.launch,
-            recorder_capacity=4,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
             on_loaded=lambda rank, message: self.loaded.append(rank.rank_id),
             on_lost=self.on_lost,
         )
 
-    def launch(self, rank_id: str, recorder: FlightRecorder) -> PretendedProcess:
+    def launch(self, rank_id: str) -> tuple[PretendedProcess, FlightRecorder]:
+        recorder = FlightRecorder.create(4)
         recorder.step_begins([len(self.processes)])
         self.processes.append(PretendedProcess())
-        return self.processes[-1]
+        return self.processes[-1], recorder
 
     def on_lost(self, rank: Rank, executing: Sequence[int]) -> None:
         self.lost.append((rank.rank_id, list(executing)))

@@ -6,7 +6,6 @@ stays open for as long as the launcher wants the process to live.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -14,17 +13,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+from nobiru.elastic.launcher.ended import Ended
 
 
 class LocalProcess:
     """One started process. `pid` is its process id; `kill` and `close` may be called at any time, more than once."""
 
+    node = "127.0.0.1"
+
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
+        self._ended = Ended()
         threading.Thread(target=self._wait, name=f"wait-{process.pid}", daemon=True).start()
 
     @property
@@ -33,23 +34,11 @@ class LocalProcess:
 
     @property
     def is_alive(self) -> bool:
-        return not self._ended.is_set()
+        return not self._ended
 
     async def wait_dead(self) -> str:
         """Until the process has ended; how it ended, in words."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(ended.set)
-
-        with self._lock:
-            if self.is_alive:
-                self._callbacks.append(wake)
-            else:
-                ended.set()
-        await ended.wait()
-        return describe_exit(self._process.returncode)
+        return await self._ended.heard()
 
     def kill(self) -> None:
         """End it now, also when it is stopped."""
@@ -71,11 +60,7 @@ class LocalProcess:
         return False
 
     def _wait(self) -> None:
-        self._process.wait()
-        with self._lock:
-            self._ended.set()
-        for callback in self._callbacks:
-            callback()
+        self._ended.tell(describe_exit(self._process.wait()))
 
 
 class LocalLauncher:

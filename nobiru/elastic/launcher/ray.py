@@ -1,0 +1,248 @@
+"""Starts ranks as actors on a Ray cluster and notices their deaths.
+
+Owns the connection to the cluster, and for each rank an actor and a placement group of its own. Knows nothing of
+engines: an actor's process runs an entry point with a description in a thread of its own. The machine it runs on is a
+node of the cluster. Ray is imported when a launcher is made.
+
+What ends an actor: `kill`, the end of the entry point, the end of this process (actors are not detached), and whatever
+the entry point itself watches. Ray restarts none of them and repeats no call; that is the supervisor's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from nobiru import env
+from nobiru.elastic.launcher.ended import Ended
+from nobiru.elastic.launcher.local import describe_exit
+from nobiru.errors import ConfigError
+
+PLACE_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
+POLL_S = 0.5
+# After a kill, how long to wait for Ray to say that the actor is gone. It cannot when the machine is.
+KILL_TIMEOUT_S = 5.0
+
+
+class RankHost:
+    """What runs in the actor's process. No call takes long: the rank has a thread, and `ended` is awaited."""
+
+    def __init__(self) -> None:
+        self._exit_code: Future[int] = Future()
+
+    def start(self, entry: str, spec: bytes, environment: Mapping[str, str], num_threads: int) -> tuple[int, str]:
+        """Run `entry(spec, host=..., num_threads=...)`; the process id, and the address of this node."""
+        import ray
+
+        os.environ.update(environment)  # nothing that reads it has been imported
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        host = ray.util.get_node_ip_address()
+        threading.Thread(target=self._run, args=(entry, spec, host, num_threads), name="rank", daemon=True).start()
+        return os.getpid(), host
+
+    async def ended(self) -> int:
+        """The exit code of the entry point, when it has ended."""
+        return await asyncio.wrap_future(self._exit_code)
+
+    def _run(self, entry: str, spec: bytes, host: str, num_threads: int) -> None:
+        module, _, function = entry.partition(":")
+        try:
+            main = getattr(importlib.import_module(module), function)
+            self._exit_code.set_result(main(spec, host=host, num_threads=num_threads))
+        except BaseException as error:
+            self._exit_code.set_exception(error)
+
+
+class RayRank:
+    """One rank and its place. `pid` and `node` are None until it has one.
+
+    `kill` and `close` may be called at any time, more than once. A thread waits for all that takes time.
+    """
+
+    def __init__(self, entry: str, spec: bytes, *, environment: Mapping[str, str], num_cpus: int) -> None:
+        self._entry = entry
+        self._spec = spec
+        self._environment = environment
+        self._num_cpus = num_cpus
+        self._ended = Ended()
+        self._killed_s: float | None = None
+        self._lock = threading.Lock()
+        self._actor: Any = None
+        self.pid: int | None = None
+        self.node: str | None = None
+        threading.Thread(target=self._run, name="ray-rank", daemon=True).start()
+
+    async def wait_dead(self) -> str:
+        """Until the actor is gone and its place is given back; how it ended, in words."""
+        return await self._ended.heard()
+
+    def kill(self) -> None:
+        """End it now, also when it stands still. When Ray cannot say that it is gone, it soon counts as gone."""
+        with self._lock:
+            if self._killed_s is None:
+                self._killed_s = time.monotonic()
+                self._kill_actor()
+
+    def close(self) -> None:
+        """Nothing is asked of it any more."""
+        self.kill()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; kill it when it takes longer. Whether it ended by itself."""
+        if self._ended.wait(timeout_s):
+            return True
+        self.kill()
+        self._ended.wait(2 * KILL_TIMEOUT_S)
+        return False
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        import ray
+
+        place = None
+        try:
+            place = ray.util.placement_group([{"CPU": self._num_cpus}], strategy="STRICT_PACK")
+            how = self._live(place)
+        except Exception as error:  # whatever Ray reports of an actor's end, and what the entry point raised
+            how = _in_words(error)
+        finally:
+            self.kill()
+            if place is not None and ray.is_initialized():
+                ray.util.remove_placement_group(place)
+        self._ended.tell(how)
+
+    def _live(self, place: Any) -> str:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        end_s = time.monotonic() + PLACE_TIMEOUT_S
+        while not place.wait(POLL_S):
+            if self._killed_s is not None:
+                return "was ended before it had a place"
+            if time.monotonic() > end_s:
+                return f"found no node of the Ray cluster with {self._num_cpus} free CPUs in {PLACE_TIMEOUT_S:.0f} s"
+        host = ray.remote(RankHost).options(
+            num_cpus=self._num_cpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=0),
+        )
+        with self._lock:
+            if self._killed_s is not None:
+                return "was ended before it began"
+            self._actor = host.remote()
+        started = self._actor.start.remote(self._entry, self._spec, self._environment, self._num_cpus)
+        self.pid, self.node = ray.get(started, timeout=START_TIMEOUT_S)
+        ended = self._actor.ended.remote()
+        while not ray.wait([ended], timeout=POLL_S)[0]:
+            if self._killed_s is not None and time.monotonic() > self._killed_s + KILL_TIMEOUT_S:
+                return "was killed, and its node does not answer"
+        return describe_exit(ray.get(ended))
+
+    def _kill_actor(self) -> None:
+        import ray
+
+        if self._actor is not None and ray.is_initialized():
+            ray.kill(self._actor, no_restart=True)
+
+
+class RayLauncher:
+    """Launches `entry` ("package.module:function") in actors. `host` is this machine's address in the cluster.
+
+    Connects to the cluster at `address`; None: the one that runs here, or a new one that ends with this process. Each
+    rank gets `cpus_per_rank` CPUs and as many threads; None: as many as `num_ranks` ranks can have of this cluster.
+    `ConfigError` when Ray is not installed or no cluster answers.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        *,
+        address: str | None,
+        environment: Mapping[str, str],
+        num_ranks: int,
+        cpus_per_rank: int | None = None,
+    ) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(
+                "data_parallel_backend is 'ray', which is not installed: pip install 'nobiru[ray]'",
+                param="data_parallel_backend",
+            ) from error
+        self._entry = entry
+        self._environment = dict(environment)
+        self._has_connected = not ray.is_initialized()
+        if self._has_connected:
+            _connect(address)
+        self.host: str = ray.util.get_node_ip_address()
+        self.cpus_per_rank = cpus_per_rank or share_cpus(
+            [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]], num_ranks
+        )
+
+    def launch(self, spec: bytes) -> RayRank:
+        """Begin to place and start a rank."""
+        return RayRank(self._entry, spec, environment=self._environment, num_cpus=self.cpus_per_rank)
+
+    def close(self) -> None:
+        """Leave the cluster, at which a new one ends, and all actors do."""
+        import ray
+
+        if self._has_connected:
+            ray.shutdown()
+
+
+def share_cpus(cpus_of_nodes: Sequence[int], num_ranks: int) -> int:
+    """The most CPUs that each rank can have if every rank has as many, at least 1."""
+    for share in range(max(cpus_of_nodes, default=1), 1, -1):
+        if sum(cpus // share for cpus in cpus_of_nodes) >= num_ranks:
+            return share
+    return 1
+
+
+def _connect(address: str | None) -> None:
+    import ray
+
+    env.report_no_ray_usage()
+    with _same_sigterm_handler():
+        try:
+            ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"no Ray cluster can be used at {address}: {error}", param="ray_address") from error
+
+
+@contextmanager
+def _same_sigterm_handler() -> Iterator[None]:
+    """Ray puts a handler of its own in place of the process'."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _in_words(error: Exception) -> str:
+    """Of Ray's pages about an actor's end, the sentence that says why."""
+    import ray
+
+    text = str(error)
+    if isinstance(error, ray.exceptions.RayActorError):
+        reason = text.partition("The actor is dead because ")[2] or text
+        return f"was an actor that ended: {reason.partition(' Some common causes')[0].strip()}"
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"failed with {text.strip().splitlines()[-1]}"
+    return f"could not be run: {type(error).__name__}: {text}"

@@ -1,0 +1,106 @@
+"""Where the ranks of a server run, and how they and the server reach each other: on this machine, or on a Ray cluster.
+
+Owns the choice of launcher, of the socket's address and of the recorder. Ray is imported with its backend only.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from nobiru import env
+from nobiru.config import EngineConfig
+from nobiru.elastic.launcher.local import LocalLauncher
+from nobiru.engine.rank_spec import RankSpec
+from nobiru.engine.recorder import FlightRecorder, Recorder, RemoteRecorder
+from nobiru.engine.supervisor import RankProcess
+
+# Makes the description of a rank that inherits such a descriptor, or none.
+Describe = Callable[[int | None], RankSpec]
+
+
+class Backend(Protocol):
+    """`endpoint` is where ranks connect to the server, `host` the server's address for them."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def endpoint(self) -> str: ...
+
+    def launch(self, describe: Describe) -> tuple[RankProcess, Recorder]:
+        """Begin a rank's process; `OSError` when the system cannot start one."""
+        ...
+
+    def bind(self, router: zmq.Socket[Any]) -> None: ...
+
+    def close(self) -> None:
+        """When all ranks have ended. May take seconds."""
+        ...
+
+
+class LocalBackend:
+    """Processes of this machine, with a recorder of `recorder_capacity` sequences in memory they share with it."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, *, environment: Mapping[str, str], recorder_capacity: int) -> None:
+        self.endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
+        self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
+        self._recorder_capacity = recorder_capacity
+
+    def launch(self, describe: Describe) -> tuple[RankProcess, Recorder]:
+        recorder = FlightRecorder.create(self._recorder_capacity)
+        try:
+            process = self._launcher.launch(msgspec.json.encode(describe(recorder.fd)), pass_fds=[recorder.fd])
+        except OSError:
+            recorder.close()
+            raise
+        return process, recorder
+
+    def bind(self, router: zmq.Socket[Any]) -> None:
+        router.bind(self.endpoint)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class RayBackend:
+    """Actors of a Ray cluster, of which this machine is a node. Connects to it; `ConfigError` when that fails."""
+
+    def __init__(self, config: EngineConfig, *, environment: Mapping[str, str]) -> None:
+        from nobiru.elastic.launcher.ray import RayLauncher
+
+        self._launcher = RayLauncher(
+            "nobiru.engine.remote_rank:main",
+            address=config.ray_address,
+            environment={name: environment[name] for name in env.REMOTE_RANK_VARIABLES if name in environment},
+            num_ranks=config.data_parallel_size,
+            cpus_per_rank=config.num_threads,
+        )
+        self.host = self._launcher.host
+        # Listens from now on: ranks are told the port before the server's event loop runs.
+        self._listener = socket.create_server((self.host, 0))
+        self.endpoint = f"tcp://{self.host}:{self._listener.getsockname()[1]}"
+
+    def launch(self, describe: Describe) -> tuple[RankProcess, Recorder]:
+        return self._launcher.launch(msgspec.json.encode(describe(None))), RemoteRecorder()
+
+    def bind(self, router: zmq.Socket[Any]) -> None:
+        router.setsockopt(zmq.USE_FD, self._listener.detach())
+        router.bind(self.endpoint)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._launcher.close()
+
+
+def make_backend(config: EngineConfig, *, environment: Mapping[str, str], recorder_capacity: int) -> Backend:
+    if config.data_parallel_backend == "ray":
+        return RayBackend(config, environment=environment)
+    return LocalBackend(environment=environment, recorder_capacity=recorder_capacity)

@@ -1,0 +1,174 @@
+"""Which expert is where, as the controller knows it, and how it is changed while the ranks serve.
+
+Owns the committed placement, its version, and the stage in progress. Pure but for the observer: messages of ranks in,
+orders to all ranks out. When and what to move is `nobiru.parallel.balancer`'s.
+
+A stage is committed when every rank has switched to it. Until then the placement before is the one a new epoch would
+begin with: its slots hold what they did, on all ranks, because a stage only fills slots that it leaves empty.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from nobiru.config import EngineConfig
+from nobiru.engine.messages import ExpertLoads, Inventory, Moved, MoveExperts, Switched, Vacate
+from nobiru.parallel.balancer import Balancer, BalancerConfig, Stage
+from nobiru.parallel.placement import Placement, balancedness, rank_loads
+
+logger = logging.getLogger(__name__)
+
+Order = MoveExperts | Vacate
+
+
+class ExpertObserver(Protocol):
+    """Where measurements of experts go."""
+
+    def observe_experts(self, *, by_expert: Mapping[int, int], by_rank: Mapping[int, int], balance: float) -> None: ...
+
+    def experts_moved(self, *, num_bytes: int, num_rebalances: int) -> None: ...
+
+
+class ExpertBalance:
+    """`handle` the messages of the ranks at positions 0 to `size` - 1 of an epoch, between its begin and its end."""
+
+    def __init__(self, config: EngineConfig, observer: ExpertObserver) -> None:
+        self.version = 0
+        self._size = config.data_parallel_size
+        self._config = config
+        self._observer = observer
+        self._inventories: dict[int, Inventory] = {}
+        self._placement: Placement | None = None
+        self._balancer: Balancer | None = None
+        self._stage: Stage | None = None
+        self._switched: set[int] = set()
+        self._may_move = False
+        self._num_rebalances = 0
+        self.num_bytes_moved = 0
+
+    @property
+    def placement(self) -> Placement | None:
+        """The committed one; None until every rank has said what it holds."""
+        return self._placement
+
+    def rank_loaded(self, position: int, inventory: Inventory) -> None:
+        """A rank holds these experts: what was asked of it, if there is a placement already."""
+        if self._placement is not None:
+            return
+        self._inventories[position] = inventory
+        if len(self._inventories) < self._size:
+            return
+        parts = [self._inventories[place] for place in range(self._size)]
+        slots = [np.frombuffer(each.slots, dtype="<i4").reshape(each.shape) for each in parts]
+        self._placement = Placement(slots=np.stack(slots, axis=1), num_experts=parts[0].num_experts)
+        config = BalancerConfig(
+            window_steps=self._config.eplb_window_size,
+            interval_steps=self._config.eplb_step_interval,
+            num_redundant=self._config.num_redundant_experts,
+        )
+        self._balancer = Balancer(
+            config, num_layers=self._placement.num_layers, num_experts=self._placement.num_experts
+        )
+
+    def slots_of(self, position: int) -> list[list[int]] | None:
+        """What a rank that comes to this place has to hold; None before there was one."""
+        if self._placement is None:
+            return None
+        slots: list[list[int]] = self._placement.slots[:, position].tolist()
+        return slots
+
+    def epoch_begins(self) -> None:
+        self._may_move = self._config.enable_eplb and self._size > 1
+
+    def epoch_ends(self) -> None:
+        """A stage in progress never was."""
+        self._may_move, self._stage = False, None
+        if self._balancer is not None:
+            self._balancer.abandon()
+
+    def handle(self, position: int, message: ExpertLoads | Moved | Switched) -> list[Order]:
+        """What is to be sent to all ranks."""
+        match message:
+            case ExpertLoads():
+                self._observe(position, message)
+                return self._next_stage()
+            case Moved():
+                self._moved(message)
+                return []
+            case Switched():
+                return self._rank_switched(position, message)
+
+    def status(self) -> dict[str, Any]:
+        """For `GET /elastic/status`."""
+        if self._placement is None or self._balancer is None:
+            return {}
+        loads = self._balancer.window.loads
+        return {
+            "version": self.version,
+            "balancedness": round(balancedness(self._placement, loads), 4) if loads.any() else None,
+            "num_rebalances": self._balancer.num_rebalances,
+            "bytes_moved": self.num_bytes_moved,
+        }
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _observe(self, position: int, message: ExpertLoads) -> None:
+        assert self._placement is not None and self._balancer is not None
+        counts_LE = np.frombuffer(message.counts, dtype="<i8").reshape(message.shape)
+        self._balancer.observe(counts_LE, message.num_steps if position == 0 else 0)  # they step together
+        loads = self._balancer.window.loads
+        by_rank = rank_loads(self._placement, counts_LE).sum(0)
+        self._observer.observe_experts(
+            by_expert=dict(enumerate(counts_LE.sum(0).tolist())),
+            by_rank={place: round(tokens) for place, tokens in enumerate(by_rank.tolist())},
+            balance=balancedness(self._placement, loads) if loads.any() else 1.0,
+        )
+
+    def _next_stage(self) -> list[Order]:
+        if not self._may_move or self._stage is not None or self._balancer is None or self._placement is None:
+            return []
+        self._stage = self._balancer.next_stage(self._placement)
+        if self._stage is None:
+            return []
+        self._switched = set()
+        slots = self._stage.after.slots
+        order = MoveExperts(
+            version=self.version + 1,
+            layer=self._stage.layer,
+            moves=[
+                (move.expert, move.from_rank, move.from_slot, move.to_rank, move.to_slot) for move in self._stage.moves
+            ],
+            shape=(slots.shape[0], slots.shape[1], slots.shape[2]),
+            slots=slots.astype("<i4").tobytes(),
+        )
+        return [order]
+
+    def _moved(self, message: Moved) -> None:
+        if self._stage is None or message.version != self.version + 1:
+            return
+        self.num_bytes_moved += message.num_bytes
+        if message.error is not None:
+            logger.warning(
+                "experts could not be moved, and stay where they are until the next epoch: %s", message.error
+            )
+            self.epoch_ends()
+        elif message.num_bytes:
+            self._observer.experts_moved(num_bytes=message.num_bytes, num_rebalances=0)
+
+    def _rank_switched(self, position: int, message: Switched) -> list[Order]:
+        if self._stage is None or message.version != self.version + 1:
+            return []
+        self._switched.add(position)
+        if len(self._switched) < self._size:
+            return []
+        assert self._balancer is not None
+        self._placement, self._stage = self._stage.after, None
+        self.version += 1
+        if self._balancer.num_rebalances > self._num_rebalances:
+            self._num_rebalances = self._balancer.num_rebalances
+            self._observer.experts_moved(num_bytes=0, num_rebalances=1)
+        return [Vacate(version=self.version), *self._next_stage()]
