@@ -396,7 +396,8 @@ class ZmqClient:
     def _send_children(self) -> None:
         now_s = time.monotonic()
         for child in self._generation.unsent() if self._serving else ():
-            rank = self._idlest()
+            first = child.entry.children[0].rank_id  # where the prompt is in the cache, for the others of a request
+            rank = self._serving.get(first or "") or self._idlest()
             assert rank is not None
             self._generation.ledger.sent(child, rank.rank_id)
             self._send(rank, child.message(now_s))
