@@ -71,6 +71,7 @@ SERVER_OPTIONS = (
     *_same_name(EngineConfig, "data_parallel_size", "enable_expert_parallel", "num_redundant_experts"),
     *_same_name(EngineConfig, "enable_eplb", "eplb_window_size", "eplb_step_interval"),
     *_same_name(EngineConfig, "max_transfer_bytes_per_s", "step_timeout_s"),
+    *_same_name(EngineConfig, "data_parallel_backend", "ray_address"),
     *_same_name(ServerConfig, "host", "port", "max_body_bytes", "auto_truncate", "max_queued_tokens"),
     *_same_name(ServerConfig, "rank_timeout_s", "access_log", "log_format", "log_level"),
     ConfigOption(name="served_model_name", config=ServerConfig, field="served_model_names"),
@@ -181,6 +182,13 @@ SchedulingPolicy = Annotated[
 DataParallelSize = Annotated[
     int | None,
     _option(PARALLEL, "Rank processes; without expert parallelism each has the whole model.", "1"),
+]
+DataParallelBackend = Annotated[
+    str | None,
+    _option(PARALLEL, "local (processes of this machine) or ray (actors of a Ray cluster).", "local"),
+]
+RayAddress = Annotated[
+    str | None, _option(PARALLEL, "Address of that cluster.", "the one that runs here, or a new one")
 ]
 EnableExpertParallel = Annotated[
     bool | None,

@@ -31,6 +31,8 @@ def serve(
     scheduling_policy: options.SchedulingPolicy = None,
     async_scheduling: options.AsyncScheduling = None,
     data_parallel_size: options.DataParallelSize = None,
+    data_parallel_backend: options.DataParallelBackend = None,
+    ray_address: options.RayAddress = None,
     enable_expert_parallel: options.EnableExpertParallel = None,
     num_redundant_experts: options.NumRedundantExperts = None,
     enable_eplb: options.EnableEplb = None,

@@ -19,8 +19,8 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One JSON line. `recorder_fd` is an inherited descriptor, None on another machine.
 
-    `slots` says which expert of each MoE layer goes into which slot; None: as at the first start. Other ranks reach this
-    one at the address `host`.
+    `slots` says which expert of each MoE layer goes into which slot; None: as at the first start. `host` is the address
+    at which other ranks reach this one.
     """
 
     rank_id: str

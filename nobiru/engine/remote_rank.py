@@ -1,14 +1,15 @@
 """A rank whose launcher is on another machine: no memory to share with it, no descriptor that closes when it dies.
 
 Owns what takes their place. The rank sends a beat four times a second, and tells of each step before it begins. The
-server answers each beat; a rank that has had no answer for `LEASE_S` has no server any more, or is not wanted by it, and
-ends. Everything else is as in `nobiru.engine.rank`.
+server answers each beat of a rank that it counts on; after `LEASE_S` without an answer the rank ends. Everything else
+is as in `nobiru.engine.rank`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -70,10 +71,10 @@ def _keep_lease(context: zmq.Context[zmq.Socket[bytes]], spec: RankSpec) -> None
         while num_unanswered * HEARTBEAT_S < limit_s:
             socket.send(beat)
             num_unanswered += 1
-            if socket.poll(1000 * HEARTBEAT_S):
+            time.sleep(HEARTBEAT_S)
+            while socket.poll(0):
                 socket.recv()
                 num_unanswered, limit_s = 0, LEASE_S
-                ...
     except zmq.ContextTerminated:  # the rank ends
         socket.close()
         return

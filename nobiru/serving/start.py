@@ -25,7 +25,7 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
     tokenize_in_calling_thread()
     folder = read_folder(Path(engine.model), max_model_len=engine.max_model_len)
     metrics = Metrics()
-    if engine.num_threads is None:
+    if engine.num_threads is None and engine.data_parallel_backend == "local":
         cores = machine.default_num_threads()
         engine = msgspec.structs.replace(engine, num_threads=max(1, cores // engine.data_parallel_size))
     client = ZmqClient(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -26,6 +27,8 @@ from nobiru import env
 from nobiru.elastic.launcher.ended import Ended
 from nobiru.elastic.launcher.local import describe_exit
 from nobiru.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
@@ -75,8 +78,9 @@ class RayRank:
         self._environment = environment
         self._num_cpus = num_cpus
         self._ended = Ended()
-        self._killed_s: float | None = None
+        self._killed_s = math.inf
         self._lock = threading.Lock()
+        self._place: Any = None
         self._actor: Any = None
         self.pid: int | None = None
         self.node: str | None = None
@@ -89,7 +93,7 @@ class RayRank:
     def kill(self) -> None:
         """End it now, also when it stands still. When Ray cannot say that it is gone, it soon counts as gone."""
         with self._lock:
-            if self._killed_s is None:
+            if self._killed_s == math.inf:
                 self._killed_s = time.monotonic()
                 self._kill_actor()
 
@@ -108,27 +112,31 @@ class RayRank:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        import ray
-
-        place = None
         try:
-            place = ray.util.placement_group([{"CPU": self._num_cpus}], strategy="STRICT_PACK")
-            how = self._live(place)
+            how = self._live()
         except Exception as error:  # whatever Ray reports of an actor's end, and what the entry point raised
             how = _in_words(error)
-        finally:
-            self.kill()
-            if place is not None and ray.is_initialized():
-                ray.util.remove_placement_group(place)
+        try:
+            self._release()
+        except Exception:
+            logger.warning("a rank's place on the Ray cluster was not given back", exc_info=True)
         self._ended.tell(how)
 
-    def _live(self, place: Any) -> str:
+    def _release(self) -> None:
+        import ray
+
+        self.kill()
+        if self._place is not None and ray.is_initialized():
+            ray.util.remove_placement_group(self._place)
+
+    def _live(self) -> str:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        place = self._place = ray.util.placement_group([{"CPU": self._num_cpus}], strategy="STRICT_PACK")
         end_s = time.monotonic() + PLACE_TIMEOUT_S
         while not place.wait(POLL_S):
-            if self._killed_s is not None:
+            if self._killed_s < math.inf:
                 return "was ended before it had a place"
             if time.monotonic() > end_s:
                 return f"found no node of the Ray cluster with {self._num_cpus} free CPUs in {PLACE_TIMEOUT_S:.0f} s"
@@ -139,14 +147,14 @@ class RayRank:
             scheduling_strategy=PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=0),
         )
         with self._lock:
-            if self._killed_s is not None:
+            if self._killed_s < math.inf:
                 return "was ended before it began"
             self._actor = host.remote()
         started = self._actor.start.remote(self._entry, self._spec, self._environment, self._num_cpus)
         self.pid, self.node = ray.get(started, timeout=START_TIMEOUT_S)
         ended = self._actor.ended.remote()
         while not ray.wait([ended], timeout=POLL_S)[0]:
-            if self._killed_s is not None and time.monotonic() > self._killed_s + KILL_TIMEOUT_S:
+            if time.monotonic() > self._killed_s + KILL_TIMEOUT_S:
                 return "was killed, and its node does not answer"
         return describe_exit(ray.get(ended))
 
