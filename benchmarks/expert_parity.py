@@ -1,0 +1,253 @@
+"""Texts of a Mixture-of-Experts model spread over ranks, against `transformers`, and what many requests leave behind.
+
+    python benchmarks/expert_parity.py MODEL_FOLDER [--layouts dp1,dp2,dp4,tp2,dp2tp2] [--prompts 16] [--tokens 48]
+    python benchmarks/expert_parity.py MODEL_FOLDER --aborts 500
+
+For each layout a `nobiru serve` is started in float32: N data-parallel ranks of T workers, experts spread over them.
+Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray`. Prompts are
+sent all at once, twice. Every chosen token must be the reference's best on the same text, or within 1e-3 of it, and its
+log-probability within 1e-4. With `--aborts` so many requests are sent over some seconds, and two fifths of the clients
+leave in the middle; the others' texts must be those of an undisturbed run, and no KV block or process may be left.
+
+The last line is JSON; the exit code is 0 if everything agrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.generate_parity import compare, load_reference, make_prompts, reference_texts
+from nobiru import CompletionOutput, RequestOutput
+from nobiru.generation import SampledToken
+
+LAYOUTS = "dp1,dp2,dp4,dp2+red2,dp4+red2,dp2+red2+eplb,dp4+eplb"
+READY_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a server is started."""
+
+    name: str
+
+    @property
+    def arguments(self) -> list[str]:
+        base, *extras = self.name.split("+")
+        found = re.fullmatch(r"(?:dp(\d+))?(?:tp(\d+))?", base)
+        if found is None or not base:
+            raise SystemExit(f"layout {self.name!r}: expected dpN, tpT or dpNtpT, with +redK, +eplb, +ray")
+        arguments = ["--enable-expert-parallel", "--data-parallel-size", found[1] or "1"]
+        if found[2]:
+            arguments += ["--tensor-parallel-size", found[2]]
+        for extra in extras:
+            if extra.startswith("red"):
+                arguments += ["--num-redundant-experts", extra.removeprefix("red")]
+            elif extra == "eplb":
+                arguments += ["--enable-eplb", "--eplb-step-interval", "8", "--eplb-window-size", "32"]
+            elif extra == "ray":
+                arguments += ["--data-parallel-backend", "ray"]
+        return arguments
+
+
+class Server:
+    """A started `nobiru serve`; ended, and checked to be gone, at the end of its block."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "nobiru", "serve", str(folder), "--port", "0", "--dtype", "float32"]
+        self.process = subprocess.Popen(
+            [*command, "--kv-cache-memory-bytes", "200000000", *arguments],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self.url = ""
+
+    async def __aenter__(self) -> Server:
+        assert self.process.stderr is not None
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while not self.url:
+            line = await asyncio.to_thread(self.process.stderr.readline)
+            self.log.append(line)
+            if not line or time.monotonic() > deadline_s:
+                raise SystemExit(f"the server did not start: {''.join(self.log)}")
+            if found := re.search(r"listens on (http://[^ ,]+)", line):
+                self.url = found[1]
+        self._drain = asyncio.create_task(asyncio.to_thread(self._read_on))
+        async with httpx.AsyncClient() as client:
+            while (await client.get(f"{self.url}/ready")).status_code != 200:
+                if time.monotonic() > deadline_s:
+                    raise SystemExit(f"the server is not ready: {''.join(self.log)}")
+                await asyncio.sleep(0.1)
+        return self
+
+    def _read_on(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    async def __aexit__(self, *error: object) -> None:
+        pids = await self.pids()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = await asyncio.to_thread(self.process.wait, 60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise SystemExit("the server did not end within 60 s of SIGTERM") from None
+        await self._drain
+        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        if code != 0 or left:
+            raise SystemExit(f"the server ended with {code} and left processes {left}")
+
+    async def pids(self) -> list[int]:
+        async with httpx.AsyncClient() as client:
+            return [rank["pid"] for rank in (await client.get(f"{self.url}/elastic/status")).json()["ranks"]]
+
+    async def status(self) -> dict[str, Any]:
+        async with httpx.AsyncClient() as client:
+            answer: dict[str, Any] = (await client.get(f"{self.url}/elastic/status")).json()
+        return answer
+
+
+async def complete(client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int) -> RequestOutput:
+    """One greedy completion with the log-probability of each token."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    answer = await client.post(f"{url}/v1/completions", json=body, timeout=600)
+    answer.raise_for_status()
+    choice = answer.json()["choices"][0]
+    logprobs = [
+        SampledToken(token_id, logprob)
+        for token_id, logprob in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+    ]
+    output = CompletionOutput(index=0, text=choice["text"], token_ids=choice["token_ids"], logprobs=logprobs)
+    return RequestOutput(prompt=None, prompt_token_ids=prompt, outputs=[output])
+
+
+async def run_layout(folder: Path, layout: Layout, reference: Any, model: Any) -> dict[str, Any]:
+    started_s = time.perf_counter()
+    async with Server(folder, layout.arguments) as server, httpx.AsyncClient() as client:
+        num_tokens = len(reference.tokens[0])
+        agreements = []
+        for _ in range(2):
+            work = [complete(client, server.url, prompt, num_tokens) for prompt in reference.prompts]
+            agreements.append(compare(layout.name, await asyncio.gather(*work), reference, model))
+        placement = (await server.status()).get("placement", {})
+    return {
+        "layout": layout.name,
+        "ok": all(each.ok for each in agreements),
+        "equal_texts": [each.num_equal_texts for each in agreements],
+        "near_ties": [each.num_excused for each in agreements],
+        "worst_gap": max(each.worst_gap for each in agreements),
+        "worst_logprob": max(each.worst_logprob for each in agreements),
+        "rebalances": placement.get("num_rebalances", 0),
+        "bytes_moved": placement.get("bytes_moved", 0),
+        "balancedness": placement.get("balancedness"),
+        "seconds": round(time.perf_counter() - started_s, 1),
+    }
+
+
+async def run_aborts(folder: Path, layout: Layout, prompts: list[list[int]], count: int, tokens: int) -> dict[str, Any]:
+    """Many requests, of which two fifths are abandoned by their clients."""
+    chance = random.Random(0)
+    async with (
+        Server(folder, layout.arguments) as server,
+        httpx.AsyncClient(limits=httpx.Limits(max_connections=64)) as client,
+    ):
+        alone = [(await complete(client, server.url, prompt, tokens)).outputs[0].token_ids for prompt in prompts]
+        wrong = 0
+
+        async def one(number: int) -> None:
+            nonlocal wrong
+            await asyncio.sleep(chance.random() * 20)
+            place = number % len(prompts)
+            if chance.random() < 0.4:
+                try:
+                    async with asyncio.timeout(chance.random()):
+                        await complete(client, server.url, prompts[place], tokens)
+                except TimeoutError:
+                    return
+            else:
+                output = await complete(client, server.url, prompts[place], tokens)
+                wrong += output.outputs[0].token_ids != alone[place]
+
+        async with asyncio.timeout(600):
+            await asyncio.gather(*(one(number) for number in range(count)))
+        usage = 1.0
+        for _ in range(100):
+            found = re.search(
+                r"^nobiru_kv_cache_usage_ratio (\S+)", (await client.get(f"{server.url}/metrics")).text, re.M
+            )
+            usage = float(found[1]) if found else 1.0
+            if usage == 0.0:
+                break
+            await asyncio.sleep(0.1)
+        epoch = (await server.status())["epoch"]
+    return {
+        "layout": layout.name,
+        "requests": count,
+        "wrong": wrong,
+        "kv_usage": usage,
+        "epoch": epoch,
+        "ok": wrong == 0 and usage == 0.0,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--layouts", default=LAYOUTS)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--aborts", type=int, default=0)
+    options = parser.parse_args()
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    prompts = [tokenizer(text)["input_ids"] for text in make_prompts(options.prompts)]
+    layouts = [Layout(name=name) for name in options.layouts.split(",")]
+    results = []
+    if options.aborts:
+        results = [
+            asyncio.run(run_aborts(options.model, each, prompts, options.aborts, options.tokens)) for each in layouts
+        ]
+    else:
+        model = load_reference(options.model)
+        reference = reference_texts(model, prompts, options.tokens)
+        for layout in layouts:
+            results.append(asyncio.run(run_layout(options.model, layout, reference, model)))
+            print(results[-1], file=sys.stderr, flush=True)
+    table = Table(*results[0], title=options.model.name)
+    for each in results:
+        table.add_row(
+            *(f"{value:.1e}" if isinstance(value, float) and value < 0.01 else str(value) for value in each.values())
+        )
+    Console().print(table)
+    ok = all(each["ok"] for each in results)
+    print(json.dumps({"model": options.model.name, "ok": ok, "results": results}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
