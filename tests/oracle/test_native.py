@@ -6,6 +6,8 @@ import ctypes
 import logging
 import shutil
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,16 @@ def avx2(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The kernels as a processor with AVX2 only gets them; other tests take what this one gets."""
     target = tmp_path_factory.mktemp("kernels") / "avx2.so"
     options = [option for option in library._OPTIONS if not option.startswith("-march")]
-    command = ["gcc", *options, "-march=haswell", str(library._SOURCE), "-o", str(target), "-lm"]
+    command = [
+        "gcc",
+        *options,
+        "-march=haswell",
+        f"-I{library._HEADER.parent}",
+        str(library._SOURCE),
+        "-o",
+        str(target),
+        "-lm",
+    ]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("the compiler makes nothing for AVX2")
     return Kernels(ctypes.CDLL(str(target)))
@@ -235,3 +246,47 @@ class TestLoading:
         monkeypatch.setattr(library, "_COMPILER_TIMEOUT_S", 0.01)
         kernels, said = self.load(caplog)
         assert kernels is None and "timed out" in said
+
+
+@needs_compiler
+def test_threads_of_several_callers_do_not_mix_up_their_work() -> None:
+    """One caller at a time has the helpers; others compute alone, and nobody's parts are lost or done twice."""
+    kernels = load_kernels()
+    assert kernels is not None
+    random = torch.Generator().manual_seed(0)
+    weights = [torch.randn(900 + 50 * number, 128, generator=random) for number in range(4)]
+    packed = [kernels.pack(weight, None) for weight in weights]
+    inputs = [torch.randn(3, 128, generator=random) for _ in weights]
+
+    def compute(number: int) -> float:
+        torch.set_num_threads(3)
+        expected, worst = inputs[number] @ weights[number].mT, 0.0
+        for _ in range(300):
+            out = torch.full((3, len(weights[number])), float("nan"))
+            kernels.linear(inputs[number], packed[number], out)
+            worst = max(worst, float((out - expected).abs().max()))
+        return worst
+
+    num_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(4) as callers:
+            assert max(callers.map(compute, range(4), timeout=60)) < 1e-3
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@needs_compiler
+def test_helpers_that_sleep_are_woken() -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    weight, x = torch.randn(2000, 128), torch.randn(2, 128)
+    packed, out = kernels.pack(weight, None), torch.empty(2, 2000)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(5):
+            time.sleep(0.01)
+            kernels.linear(x, packed, out.fill_(float("nan")))
+            torch.testing.assert_close(out, x @ weight.mT, atol=1e-4, rtol=1e-4)
+    finally:
+        torch.set_num_threads(num_threads)

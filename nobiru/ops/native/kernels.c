@@ -2,12 +2,11 @@
  * a KV cache in blocks, and what happens to rows in between. Compiled on the machine that runs it; see library.py.
  *
  * Vectors are GCC's vector extensions, so that one source serves every instruction set; only the product of pairs of
- * bfloat16 values is an intrinsic. Threads are OpenMP's, as many as the caller says.
+ * bfloat16 values is an intrinsic. Threads are those of parallel.h, as many as the caller says.
  * Memory is that of torch tensors; nothing is checked here: callers do.
  */
 
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,6 +14,8 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+
+#include "parallel.h"
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -213,37 +214,48 @@ PANEL(panel_bf16, tile_bf16, put_f32, bf16, float, float)
 PANEL(panel_pairs, tile_pairs, put_bf16, bf16, bf16, bf16)
 #endif
 
-/* For many rows bfloat16 weights are widened once per panel; in `wide` there is room for one. */
+/* For many rows bfloat16 weights are widened once per panel. */
 static void panel_widened(const bf16 *w, const float *bias, const float *x, long stride, float *y, long rows,
-                          long inputs, long outputs, int count, float *wide) {
+                          long inputs, long outputs, int count) {
+    float *wide = rows > MAX_ROWS ? room(inputs * WIDTH) : 0;
+    if (!wide) {
+        panel_bf16(w, bias, x, stride, y, rows, inputs, outputs, count);
+        return;
+    }
     for (long i = 0; i < inputs * WIDTH; i += LANES) store_f32(wide + i, load_bf16(w + i));
     panel_f32(wide, bias, x, stride, y, rows, inputs, outputs, count);
 }
 
-/* Threads take panels. */
-#define LINEAR(NAME, WEIGHT, X, Y, PREPARE, COMPUTE, END)                                                              \
+struct linear {
+    const void *weight, *x;
+    const float *bias;
+    void *y;
+    long stride, rows, inputs, outputs, panels, panels_each;
+};
+
+/* Threads take a few panels at a time. */
+#define LINEAR(NAME, PANEL_NAME, WEIGHT, X, Y)                                                                         \
+    static void NAME##_part(void *arguments, long part) {                                                              \
+        const struct linear *l = arguments;                                                                            \
+        long last = (part + 1) * l->panels_each < l->panels ? (part + 1) * l->panels_each : l->panels;                 \
+        for (long panel = part * l->panels_each; panel < last; panel++) {                                              \
+            long first = panel * WIDTH, left = l->outputs - first;                                                     \
+            PANEL_NAME((const WEIGHT *)l->weight + first * l->inputs, l->bias ? l->bias + first : 0, l->x, l->stride,  \
+                       (Y *)l->y + first, l->rows, l->inputs, l->outputs, (int)(left < WIDTH ? left : WIDTH));         \
+        }                                                                                                              \
+    }                                                                                                                  \
     void NAME(const WEIGHT *weight, const float *bias, const X *x, long stride, Y *y, long rows, long inputs,          \
               long outputs, int threads) {                                                                             \
-        long panels = (outputs + WIDTH - 1) / WIDTH;                                                                   \
-        _Pragma("omp parallel num_threads(threads)") {                                                                 \
-            PREPARE;                                                                                                   \
-            _Pragma("omp for schedule(static)") for (long panel = 0; panel < panels; panel++) {                        \
-                const WEIGHT *w = weight + panel * inputs * WIDTH;                                                     \
-                const float *b = bias ? bias + panel * WIDTH : 0;                                                      \
-                Y *out = y + panel * WIDTH;                                                                            \
-                int count = (int)(outputs - panel * WIDTH < WIDTH ? outputs - panel * WIDTH : WIDTH);                  \
-                COMPUTE;                                                                                               \
-            }                                                                                                          \
-            END;                                                                                                       \
-        }                                                                                                              \
+        long panels = (outputs + WIDTH - 1) / WIDTH, each = panels / (threads * 8);                                    \
+        each = each < 1 ? 1 : each > 16 ? 16 : each;                                                                   \
+        struct linear l = {weight, x, bias, y, stride, rows, inputs, outputs, panels, each};                           \
+        in_parallel(NAME##_part, &l, (panels + each - 1) / each, threads);                                             \
     }
 
-LINEAR(linear_f32, float, float, float, , panel_f32(w, b, x, stride, out, rows, inputs, outputs, count), )
-LINEAR(linear_bf16, bf16, float, float, float *wide = rows > MAX_ROWS ? malloc(inputs * WIDTH * sizeof(float)) : 0,
-       if (wide) panel_widened(w, b, x, stride, out, rows, inputs, outputs, count, wide);
-       else panel_bf16(w, b, x, stride, out, rows, inputs, outputs, count), free(wide))
+LINEAR(linear_f32, panel_f32, float, float, float)
+LINEAR(linear_bf16, panel_widened, bf16, float, float)
 #ifdef __AVX512BF16__
-LINEAR(linear_pairs, bf16, bf16, bf16, , panel_pairs(w, b, x, stride, out, rows, inputs, outputs, count), )
+LINEAR(linear_pairs, panel_pairs, bf16, bf16, bf16)
 #endif
 
 /* ---- attention of one token per sequence ----------------------------------------------------------------------------
@@ -263,7 +275,8 @@ struct attention {
     const int32_t *contexts;    /* [sequences] */
     long sequences, heads, key_heads, size, block_size, table_width, q_stride, window; /* window 0: none */
     float scale, softcap;                                                              /* softcap 0: none */
-    int threads;
+    int threads, failed;                                                               /* failed 1: out of memory */
+    long keys_each;                                                                    /* key heads of a task */
 };
 
 /* Where the tokens of a piece are, in rows of the cache. */
@@ -344,8 +357,16 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
     GROUP(NAME, 2, T, LOAD)                                                                                            \
     GROUP(NAME, 3, T, LOAD)                                                                                            \
     GROUP(NAME, 4, T, LOAD)                                                                                            \
-    static void NAME##_task(const struct attention *a, long sequence, long first_key, long num_keys, float *memory) {  \
-        const long per_key = a->heads / a->key_heads, heads = num_keys * per_key, size = a->size;                      \
+    static void NAME##_task(void *arguments, long task) {                                                              \
+        struct attention *a = arguments;                                                                               \
+        const long tasks_each = a->key_heads / a->keys_each, sequence = task / tasks_each;                             \
+        const long first_key = task % tasks_each * a->keys_each;                                                       \
+        const long per_key = a->heads / a->key_heads, heads = a->keys_each * per_key, size = a->size;                  \
+        float *memory = room(2 * heads * (size + 1));                                                                  \
+        if (!memory) {                                                                                                 \
+            a->failed = 1;                                                                                             \
+            return;                                                                                                    \
+        }                                                                                                              \
         const int32_t *table = a->block_table + sequence * a->table_width;                                             \
         const T *source = (const T *)a->q + sequence * a->q_stride + first_key * per_key * size;                       \
         T *target = (T *)a->out + (sequence * a->heads + first_key * per_key) * size;                                  \
@@ -380,19 +401,9 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
             for (long i = head * size; i < (head + 1) * size; i += LANES)                                              \
                 STORE(target + i, load_f32(mixed + i) / sums[head]);                                                   \
     }                                                                                                                  \
-    /* 1, or 0 if there is no memory */                                                                                \
-    int NAME(const struct attention *a) {                                                                              \
-        long num_keys = a->sequences < 4 * a->threads ? 1 : a->key_heads, per_sequence = a->key_heads / num_keys;      \
-        long heads = num_keys * (a->heads / a->key_heads), tasks = a->sequences * per_sequence;                        \
-        size_t values_each = 2 * heads * (a->size + 1);                                                                \
-        float *memory = malloc(a->threads * values_each * sizeof(float));                                              \
-        if (!memory) return 0;                                                                                         \
-        _Pragma("omp parallel for schedule(dynamic, 1) num_threads(a->threads)")                                       \
-        for (long task = 0; task < tasks; task++)                                                                      \
-            NAME##_task(a, task / per_sequence, task % per_sequence * num_keys, num_keys,                              \
-                        memory + omp_get_thread_num() * values_each);                                                  \
-        free(memory);                                                                                                  \
-        return 1;                                                                                                      \
+    void NAME(struct attention *a) {                                                                                   \
+        a->keys_each = a->sequences < 4 * a->threads ? 1 : a->key_heads;                                               \
+        in_parallel(NAME##_task, a, a->sequences * (a->key_heads / a->keys_each), a->threads);                         \
     }
 
 ATTEND(attend_f32, float, load_f32, store_f32)
@@ -403,36 +414,71 @@ ATTEND(attend_bf16, bf16, load_bf16, store_bf16)
  * What happens to rows of hidden states between those products. Sums and steps in between are float32.
  */
 
+struct rows {
+    const void *x, *weight;
+    void *out;
+    long stride, rows, heads, size, rows_each;
+    float eps;
+};
+
+static void share_rows(void (*run)(void *, long), struct rows *r, int threads) {
+    r->rows_each = (r->rows + 4 * threads - 1) / (4 * threads);
+    in_parallel(run, r, (r->rows + r->rows_each - 1) / r->rows_each, threads);
+}
+
+/* The rows that are this part's. */
+#define EACH_ROW(r, a, part)                                                                                           \
+    for (long r = part * a->rows_each; r < a->rows && r < (part + 1) * a->rows_each; r++)
+
 #define ROWS(T, LOAD, STORE)                                                                                           \
-    /* out = x / sqrt(mean(x * x) + eps) * weight */                                                                   \
-    void rms_norm_##T(const T *x, long stride, const T *weight, T *out, long rows, long size, float eps, int threads) {\
-        _Pragma("omp parallel for schedule(static) num_threads(threads)") for (long r = 0; r < rows; r++) {            \
-            const T *row = x + r * stride;                                                                             \
+    static void rms_norm_part_##T(void *arguments, long part) {                                                        \
+        const struct rows *a = arguments;                                                                              \
+        EACH_ROW(r, a, part) {                                                                                         \
+            const T *row = (const T *)a->x + r * a->stride, *weight = a->weight;                                       \
+            T *out = (T *)a->out + r * a->size;                                                                        \
             vec squares = {0};                                                                                         \
-            for (long i = 0; i < size; i += LANES) squares += LOAD(row + i) * LOAD(row + i);                           \
-            float factor = 1.0f / sqrtf(total(squares) / (float)size + eps);                                           \
-            for (long i = 0; i < size; i += LANES)                                                                     \
-                STORE(out + r * size + i, LOAD(row + i) * factor * LOAD(weight + i));                                  \
+            for (long i = 0; i < a->size; i += LANES) squares += LOAD(row + i) * LOAD(row + i);                        \
+            float factor = 1.0f / sqrtf(total(squares) / (float)a->size + a->eps);                                     \
+            for (long i = 0; i < a->size; i += LANES) STORE(out + i, LOAD(row + i) * factor * LOAD(weight + i));       \
         }                                                                                                              \
     }                                                                                                                  \
-    /* out = gate * sigmoid(gate) * up; x holds gate and up side by side, size values each */                          \
-    void silu_product_##T(const T *x, T *out, long rows, long size, int threads) {                                     \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)") for (long r = 0; r < rows; r++)              \
-            for (long i = 0; i < size; i += LANES) {                                                                   \
-                vec gate = LOAD(x + 2 * r * size + i), up = LOAD(x + (2 * r + 1) * size + i);                          \
-                STORE(out + r * size + i, gate / (1.0f + power_of_e(-gate)) * up);                                     \
+    static void silu_product_part_##T(void *arguments, long part) {                                                    \
+        const struct rows *a = arguments;                                                                              \
+        EACH_ROW(r, a, part) {                                                                                         \
+            const T *gates = (const T *)a->x + 2 * r * a->size, *ups = gates + a->size;                                \
+            T *out = (T *)a->out + r * a->size;                                                                        \
+            for (long i = 0; i < a->size; i += LANES) {                                                                \
+                vec gate = LOAD(gates + i);                                                                            \
+                STORE(out + i, gate / (1.0f + power_of_e(-gate)) * LOAD(ups + i));                                     \
             }                                                                                                          \
+        }                                                                                                              \
     }                                                                                                                  \
-    /* Pairs of values (a, b) become (a c - b s, b c + a s); turns are (c, s), [rows, size / 2, 2] */                  \
-    void turn_pairs_##T(T *x, long stride, const float *turns, long rows, long heads, long size, int threads) {        \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)") for (long r = 0; r < rows; r++)              \
-            for (long head = 0; head < heads; head++)                                                                  \
-                for (long i = 0; i < size; i += LANES) {                                                               \
-                    T *place = x + r * stride + head * size + i;                                                       \
-                    vec value = LOAD(place), turn = load_f32(turns + r * size + i);                                    \
+    static void turn_pairs_part_##T(void *arguments, long part) {                                                      \
+        const struct rows *a = arguments;                                                                              \
+        EACH_ROW(r, a, part)                                                                                           \
+            for (long head = 0; head < a->heads; head++)                                                               \
+                for (long i = 0; i < a->size; i += LANES) {                                                            \
+                    T *place = (T *)a->out + r * a->stride + head * a->size + i;                                       \
+                    vec value = LOAD(place), turn = load_f32((const float *)a->weight + r * a->size + i);              \
                     vec swapped = SHUFFLE(value, SWAPPED), c = SHUFFLE(turn, EVENS), s = SHUFFLE(turn, ODDS);          \
                     STORE(place, value * c + swapped * s * SIGNS);                                                     \
                 }                                                                                                      \
+    }                                                                                                                  \
+    /* out = x / sqrt(mean(x * x) + eps) * weight */                                                                   \
+    void rms_norm_##T(const T *x, long stride, const T *weight, T *out, long rows, long size, float eps, int threads) {\
+        struct rows r = {.x = x, .weight = weight, .out = out, .stride = stride, .rows = rows, .size = size};          \
+        r.eps = eps;                                                                                                   \
+        share_rows(rms_norm_part_##T, &r, threads);                                                                    \
+    }                                                                                                                  \
+    /* out = gate * sigmoid(gate) * up; x holds gate and up side by side, size values each */                          \
+    void silu_product_##T(const T *x, T *out, long rows, long size, int threads) {                                     \
+        struct rows r = {.x = x, .out = out, .rows = rows, .size = size};                                              \
+        share_rows(silu_product_part_##T, &r, threads);                                                                \
+    }                                                                                                                  \
+    /* Pairs of values (a, b) become (a c - b s, b c + a s); turns are (c, s), [rows, size / 2, 2] */                  \
+    void turn_pairs_##T(T *x, long stride, const float *turns, long rows, long heads, long size, int threads) {        \
+        struct rows r = {.weight = turns, .out = x, .stride = stride, .rows = rows, .heads = heads, .size = size};     \
+        share_rows(turn_pairs_part_##T, &r, threads);                                                                  \
     }                                                                                                                  \
     /* Keys and values of tokens, `size` values each, into their slots; both slots and tokens are rows */              \
     void put_rows_##T(const T *keys, long key_stride, const T *values, long value_stride, const int64_t *slots,        \

@@ -36,7 +36,8 @@ from nobiru import env, machine
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
+_HEADER = Path(__file__).with_name("parallel.h")
+_OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
 # Fewer multiplications than this are not worth a second thread.
@@ -56,6 +57,8 @@ class _Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("threads", ctypes.c_int),
+        ("failed", ctypes.c_int),
+        ("keys_each", ctypes.c_long),
     )
 
 
@@ -85,8 +88,6 @@ class Kernels:
         self._linear_pairs = self._declare_linear("linear_pairs") if self.multiplies_pairs else None
         pointer, number, flag, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
         self._attend = self._by_dtype("attend", pointer)
-        for function in self._attend.values():
-            function.restype = flag
         self._rms_norm = self._by_dtype("rms_norm", pointer, number, pointer, pointer, number, number, real, flag)
         self._silu_product = self._by_dtype("silu_product", pointer, pointer, number, number, flag)
         self._turn = self._by_dtype("turn_pairs", pointer, number, pointer, number, number, number, flag)
@@ -169,7 +170,8 @@ class Kernels:
             softcap or 0.0,
             torch.get_num_threads(),
         )
-        if not self._attend[q_nHD.dtype](ctypes.addressof(arguments)):
+        self._attend[q_nHD.dtype](ctypes.addressof(arguments))
+        if arguments.failed:
             raise MemoryError(f"no memory for attention of {num_seqs} sequences")
 
     def rms_norm(self, x_RI: Tensor, weight_I: Tensor, eps: float) -> Tensor | None:
@@ -281,7 +283,8 @@ def _compiled() -> ctypes.CDLL:
     compiler = shutil.which("gcc") or shutil.which("cc")
     flags = machine.cpu_flags()
     command = (compiler or "gcc", *_OPTIONS)
-    facts = "\n".join((_SOURCE.read_text(encoding="utf-8"), *command, platform.machine(), *sorted(flags)))
+    sources = [file.read_text(encoding="utf-8") for file in (_SOURCE, _HEADER)]
+    facts = "\n".join((*sources, *command, platform.machine(), *sorted(flags)))
     name = f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.so"
     kept_in = env.cache_folder()
     folder = None if kept_in is None else _own_folder(kept_in / "native")
@@ -291,7 +294,7 @@ def _compiled() -> ctypes.CDLL:
         raise OSError("there is no C compiler (gcc or cc)")
     with tempfile.TemporaryDirectory(prefix="nobiru-") as scratch:
         target = Path(scratch) / name
-        _compile([*command, str(_SOURCE), "-o", str(target), "-lm"])
+        _compile([*command, f"-I{_HEADER.parent}", str(_SOURCE), "-o", str(target), "-lm"])
         if folder is None:
             return ctypes.CDLL(str(target))  # stays mapped when the file is gone
         # Into place in one step: another process may be doing the same.
