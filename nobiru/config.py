@@ -37,11 +37,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that is free once the weights are loaded, in blocks of `block_size` tokens. With `async_scheduling` a step is
     planned while the one before runs; None: on CUDA, where the device need not wait for it then.
 
-    A server runs `data_parallel_size` ranks. With `enable_expert_parallel` they spread the experts of a
-    Mixture-of-Experts model among them, and `num_redundant_experts` more copies of them in each layer. `enable_eplb`
-    moves experts to where they balance the load of the last `eplb_window_size` steps, every `eplb_step_interval` steps.
-    A rank sends at most `max_transfer_bytes_per_s` for that. A step of the ranks together that takes `step_timeout_s`
-    has failed.
+    A server runs `data_parallel_size` ranks, each of `tensor_parallel_size` worker processes among which a decoder's
+    heads, columns, vocabulary and experts are spread. With `enable_expert_parallel` the workers of all ranks spread the
+    experts of a Mixture-of-Experts model among them, and `num_redundant_experts` more copies of them in each layer.
+    `enable_eplb` moves experts to where they balance the load of the last `eplb_window_size` steps, every
+    `eplb_step_interval` steps. A rank sends at most `max_transfer_bytes_per_s` for that. A step of the ranks together
+    that takes `step_timeout_s` has failed.
 
     The ranks are processes of this machine, or with the `data_parallel_backend` ray actors of the Ray cluster at
     `ray_address` (None: the one that runs here, or a new one), with `num_threads` CPUs each (None: as many as there are
@@ -63,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
     enable_eplb: bool = False
@@ -84,7 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _at_least("num_threads", self.num_threads, 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _at_least("block_size", self.block_size, 1)
-        for name in ("data_parallel_size", "eplb_window_size", "eplb_step_interval"):
+        for name in ("data_parallel_size", "tensor_parallel_size", "eplb_window_size", "eplb_step_interval"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_redundant_experts", self.num_redundant_experts, 0)
         _at_least("max_transfer_bytes_per_s", self.max_transfer_bytes_per_s, 1)

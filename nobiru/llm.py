@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +74,7 @@ class LLM:
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         async_scheduling: bool | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         folder = resolve_model(model)
         if model is None:
@@ -92,9 +94,11 @@ class LLM:
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=async_scheduling,
+            tensor_parallel_size=tensor_parallel_size,
         )
         engine = build_engine(config, default_budget=OFFLINE_TOKEN_BUDGET)
         self._core: EngineCore = engine.core
+        self._end_workers = weakref.finalize(self, engine.close)
         self._frontend: Frontend | GenerationFrontend
         if engine.folder.task == "generate":
             self._frontend = GenerationFrontend(engine.folder)
@@ -104,6 +108,13 @@ class LLM:
         self._next_id = 0
         self.folder = engine.folder
         self.info = engine.info
+
+    def close(self) -> None:
+        """End the other processes of a model with `tensor_parallel_size`; it cannot be used afterwards.
+
+        They also end with this object, and with this process.
+        """
+        self._end_workers()
 
     @property
     def embedding_dim(self) -> int:

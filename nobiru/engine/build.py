@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,11 @@ import torch
 from nobiru import env, machine
 from nobiru.config import EngineConfig
 from nobiru.engine.core import EngineCore
-from nobiru.engine.expert_member import ExpertMember, StandInDispatcher, choose_slots
+from nobiru.engine.expert_member import ExpertMember
 from nobiru.engine.limits import default_token_budget, scheduler_config
 from nobiru.engine.messages import Inventory
+from nobiru.engine.shares import check_team, load_share
+from nobiru.engine.team import Team
 from nobiru.errors import ConfigError
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
@@ -39,7 +41,8 @@ Info = dict[str, str | int | float | bool | None]
 class Engine:
     """A loaded model and its step loop. `info` is what the start line says.
 
-    `member` and `inventory` are those of an expert-parallel rank.
+    `member` and `inventory` are those of an expert-parallel rank, `team` are the other workers of a rank that has some;
+    whoever built the engine ends them with `close`.
     """
 
     core: EngineCore
@@ -48,6 +51,12 @@ class Engine:
     info: Info
     member: ExpertMember | None = None
     inventory: Inventory | None = None
+    team: Team | None = None
+
+    def close(self) -> None:
+        """End the other workers."""
+        if self.team is not None:
+            self.team.close()
 
 
 def build_engine(
@@ -65,17 +74,53 @@ def build_engine(
     parallelism, `position` is the rank's place in its group, `slots` are the experts it holds, for each MoE layer, and
     `host` is the address at which other ranks reach it.
     """
-    num_threads = config.num_threads or machine.default_num_threads()
+    num_threads = config.num_threads or max(1, machine.default_num_threads() // config.tensor_parallel_size)
     torch.set_num_threads(num_threads)
     folder = read_folder(Path(config.model), max_model_len=config.max_model_len)
-    limit = folder.max_model_len
-    runner: PoolingRunner | CausalRunner
-    if folder.is_causal:
-        chosen = choose_slots(config, position, slots) if config.enable_expert_parallel else None
-        runner = CausalRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit, slots=chosen)
-    else:
-        runner = PoolingRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit)
-    pool = _make_cache(runner, config, folder) if isinstance(runner, CausalRunner) else None
+    if config.tensor_parallel_size == 1:
+        runner = _load(config, folder, None, position, slots)
+        return _assemble(config, folder, runner, None, num_threads, default_budget, on_plan, host)
+    check_team(config, folder)
+    team = Team(config, num_threads=num_threads, position=position, slots=slots, host=host)
+    try:
+        runner = _load(config, folder, team, position, slots)
+        return _assemble(config, folder, runner, team, num_threads, default_budget, on_plan, host)
+    except BaseException:
+        team.close()
+        raise
+
+
+def _load(
+    config: EngineConfig,
+    folder: ModelFolder,
+    team: Team | None,
+    position: int,
+    slots: Sequence[Sequence[int]] | None,
+) -> PoolingRunner | CausalRunner:
+    """The runner; the workers of `team` have loaded their shares too when it is there."""
+    if not folder.is_causal:
+        limit = folder.max_model_len
+        return PoolingRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit)
+    if team is not None:
+        team.start()
+    runner = load_share(config, folder, None if team is None else team.group, position=position, slots=slots)
+    if team is not None:
+        team.wait_loaded()
+        runner.followers = team
+    return runner
+
+
+def _assemble(
+    config: EngineConfig,
+    folder: ModelFolder,
+    runner: PoolingRunner | CausalRunner,
+    team: Team | None,
+    num_threads: int,
+    default_budget: int,
+    on_plan: Callable[[Plan], None],
+    host: str,
+) -> Engine:
+    pool = _make_cache(runner, config, folder, team) if isinstance(runner, CausalRunner) else None
     member, inventory = _join(runner, config, host)
     runner.warm_up()
     on_cuda = runner.device_type == "cuda"
@@ -97,24 +142,27 @@ def build_engine(
         info |= {"kv_cache_tokens": pool.num_blocks * pool.block_size, "async_scheduling": plans_ahead}
     core = EngineCore(
         Scheduler(limits, pool),
-        _make_executor(runner, retries=member is None),
+        _make_executor(runner, retries=member is None and team is None),
         on_plan=on_plan,
         worker=_make_worker(num_threads) if plans_ahead else None,
     )
-    return Engine(core=core, runner=runner, folder=folder, info=info, member=member, inventory=inventory)
+    return Engine(core=core, runner=runner, folder=folder, info=info, member=member, inventory=inventory, team=team)
 
 
-def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder) -> BlockPool:
-    """Give the runner its KV cache; the pool of its blocks."""
+def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder, team: Team | None) -> BlockPool:
+    """Give the runner its KV cache, and the workers of `team` theirs; the pool of its blocks."""
     memory = cache.default_budget(
         runner.device, memory_bytes=config.kv_cache_memory_bytes, share=config.kv_cache_memory_share
     )
+    own = runner.cache_shape(config.block_size)
     num_blocks = cache.choose_num_blocks(
-        runner.cache_shape(config.block_size),
+        replace(own, num_kv_heads=own.num_kv_heads * config.tensor_parallel_size),
         memory,
         max_model_len=folder.max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
+    if team is not None:
+        team.allocate(num_blocks, config.block_size)
     runner.allocate_cache(num_blocks, config.block_size)
     return BlockPool(num_blocks, config.block_size)
 
@@ -131,7 +179,6 @@ def _join(
             "enable_expert_parallel is set, but the model has no experts; leave it out, and ranks hold the whole model",
             param="enable_expert_parallel",
         )
-    moe.dispatcher = StandInDispatcher(moe)  # until an epoch begins
     inventory = Inventory(
         num_experts=moe.num_experts,
         expert_bytes=moe.expert_bytes,

@@ -233,26 +233,37 @@ class StandInDispatcher:
 
 
 def choose_slots(
-    config: EngineConfig, position: int, slots: Sequence[Sequence[int]] | None
+    config: EngineConfig, position: int, slots: Sequence[Sequence[int]] | None, *, index: int = 0
 ) -> Callable[[int, int], NDArray[np.integer]]:
-    """For the numbers of MoE layers and of experts: which expert goes into which slot of this rank [layers, slots].
+    """For the numbers of MoE layers and of experts: which expert goes into which slot of worker `index` of the rank at
+    `position`, [layers, slots].
 
-    `slots` if they are given, else those of the initial placement. With load balancing there is a spare slot, into
-    which an expert can be copied before it is used there.
+    Those among the rank's `slots` if they are given, else those of the first placement.
     """
 
     def choose(num_layers: int, num_experts: int) -> NDArray[np.integer]:
+        num_workers = config.tensor_parallel_size
         if slots is not None:
-            return np.array(slots, dtype=np.int64)
-        size, redundant = config.data_parallel_size, config.num_redundant_experts
-        capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=size)
-        placement = initial_placement(
-            num_layers=num_layers,
-            num_experts=num_experts,
-            num_ranks=size,
-            slot_capacity=capacity + config.enable_eplb,
-            num_redundant=redundant,
-        )
-        return placement.slots[:, position]
+            return np.array(slots, dtype=np.int64).reshape(num_layers, num_workers, -1)[:, index]
+        first = position * num_workers if config.enable_expert_parallel else 0
+        return first_placement(config, num_layers, num_experts).slots[:, first + index]
 
     return choose
+
+
+def first_placement(config: EngineConfig, num_layers: int, num_experts: int) -> Placement:
+    """Of experts on the workers of all ranks; of one rank without expert parallelism.
+
+    With load balancing there is a spare slot, into which an expert can be copied before it is used there.
+    """
+    size, redundant = config.tensor_parallel_size, config.num_redundant_experts
+    if config.enable_expert_parallel:
+        size *= config.data_parallel_size
+    capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=size)
+    return initial_placement(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        num_ranks=size,
+        slot_capacity=capacity + config.enable_eplb,
+        num_redundant=redundant,
+    )

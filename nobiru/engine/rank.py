@@ -360,7 +360,7 @@ def main() -> None:
     logging.basicConfig(level=spec.log_level.upper(), format=f"{spec.rank_id} %(levelname)s %(message)s")
     assert spec.recorder_fd is not None
     recorder = FlightRecorder.attach(spec.recorder_fd)
-    in_background("parent-watch", _end_with_parent)
+    in_background("parent-watch", end_with_parent)
     in_background("heartbeat", lambda: _beat(recorder))
     context = zmq.Context()
     socket = connect(context, spec, spec.rank_id)
@@ -444,7 +444,8 @@ def in_background(name: str, target: Callable[[], object]) -> None:
     threading.Thread(target=target, name=name, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """To be run in a thread: ends the process when its standard input closes."""
     # os.read, because a blocked read of the buffered object would hold its lock at exit.
     while os.read(0, 4096):
         continue

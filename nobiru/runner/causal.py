@@ -25,6 +25,7 @@ from nobiru.errors import ModelFolderError, NobiruError
 from nobiru.folder.spec import ModelFolder
 from nobiru.generation import CausalInput, SampledToken, SampleRequest
 from nobiru.kv.cache import CacheShape, allocate_cache
+from nobiru.layers.sharding import TensorGroup
 from nobiru.models.moe import MoeParts, SlotChoice
 from nobiru.models.registry import CausalModel, load_causal
 from nobiru.models.weights import Precision
@@ -51,6 +52,13 @@ class TokenSampler(Protocol):
         """One token for each row of float32 logits."""
 
 
+class Followers(Protocol):
+    """The other workers of this rank, which hold shares of the model too."""
+
+    def step(self, inputs: Sequence[CausalInput]) -> None:
+        """Have them `follow` these inputs, which this process computes now."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Computed:
     """What a share of the batch gave; `sampled` and `pooled` are the caller's numbers of the sequences of each row."""
@@ -64,7 +72,8 @@ class _Computed:
 class CausalRunner:
     """A causal model with its cache and what comes behind it. Not for several threads at once.
 
-    `allocate_cache` comes before everything that runs.
+    `allocate_cache` comes before everything that runs. `followers` are set where the model is spread over workers and
+    this is their leader.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class CausalRunner:
         self._device = device
         self._max_model_len = max_model_len
         self._finisher = None if folder.task == "generate" else _last_token_finisher(folder, device)
+        self.followers: Followers | None = None
         self._cache: list[LayerCache] = []
         self._limits: CausalLimits | None = None
         self._graphs: DecodeGraphs | None = None
@@ -93,11 +103,19 @@ class CausalRunner:
 
     @classmethod
     def load(
-        cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int, slots: SlotChoice | None = None
+        cls,
+        folder: ModelFolder,
+        *,
+        dtype: str,
+        device: str,
+        max_model_len: int,
+        slots: SlotChoice | None = None,
+        group: TensorGroup | None = None,
     ) -> CausalRunner:
         """Read the weights. `dtype` and `device` may be "auto"; `max_model_len` is the longest sequence in tokens.
 
-        `slots` says which experts this rank holds, if not all, as `load_causal` takes it.
+        `slots` says which experts this process holds, if not all, and `group` the workers over which the model is
+        spread, as `load_causal` takes them. Worker 0 of a group leads, the others `follow`.
 
         `ConfigError` for a device that is not there, `ModelFolderError` for a folder that cannot be honoured.
         """
@@ -108,8 +126,9 @@ class CausalRunner:
         precision = resolve_precision(dtype, kind, facts)
         place = torch.device(kind)
         with torch.inference_mode():
-            model = load_causal(folder, precision, place, slots=slots)
-        sampler = Sampler(folder, vocab_size=model.vocab_size, device=place) if folder.task == "generate" else None
+            model = load_causal(folder, precision, place, slots=slots, group=group)
+        samples = folder.task == "generate" and (group is None or group.shard.index == 0)
+        sampler = Sampler(folder, vocab_size=model.vocab_size, device=place) if samples else None
         return cls(folder, model, sampler, precision, place, max_model_len)
 
     @property
@@ -191,6 +210,10 @@ class CausalRunner:
                 results[number] = vector
         return results
 
+    def follow(self, inputs: Sequence[CausalInput]) -> None:
+        """As `run`, for a worker that does not lead: its share of the step, without results."""
+        self._run_share(inputs, range(len(inputs)))
+
     def describe(self) -> dict[str, str | int | float | bool | None]:
         """What the start line says: `dtype` is that of the weights, `compute_dtype` that of arithmetic."""
         return {
@@ -233,6 +256,8 @@ class CausalRunner:
 
     def _run_share(self, inputs: Sequence[CausalInput], share: Sequence[int]) -> _Computed:
         batch = pack_causal([inputs[number] for number in share], self._ready(), self._device)
+        if self.followers is not None:
+            self.followers.step(inputs)
         numbers = [share[place] for place in batch.order]
         sampling = [place for place, each in enumerate(batch.inputs) if each.sample is not None]
         pooling = [place for place, each in enumerate(batch.inputs) if each.pooling is not None]

@@ -1,0 +1,231 @@
+"""The leader's side of a rank with several workers: their processes, and what they are told.
+
+Owns starting them, hearing that they have loaded, handing them each step, and noticing their death, which is the
+rank's: whoever leads is told at once, and exchanges with the dead one fail. Workers end when the pipe from their leader
+closes, which the kernel does when the leader dies however it dies. Knows nothing of what a step computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+import zmq
+from torch._C._distributed_c10d import TCPStore
+
+from nobiru import env
+from nobiru.config import EngineConfig
+from nobiru.elastic.launcher.local import LocalLauncher, LocalProcess
+from nobiru.engine.messages import Form
+from nobiru.engine.team_messages import (
+    Allocate,
+    FromWorker,
+    IdleStep,
+    Ready,
+    ShareLoaded,
+    ToWorker,
+    WorkerFailed,
+    WorkerFormed,
+    WorkerSpec,
+    decode_from_worker,
+    encode,
+    pack_step,
+)
+from nobiru.errors import ConfigError, GroupError
+from nobiru.generation import CausalInput
+from nobiru.layers.sharding import Shard
+from nobiru.parallel.groups import Group, connect_store, form_group
+from nobiru.parallel.tensor import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+GROUP_ATTEMPT = "start"
+MEET_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0
+FORM_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+POLL_MS = 100
+
+_Heard = TypeVar("_Heard", Ready, ShareLoaded, WorkerFormed)
+
+
+class Team:
+    """Workers 1 to `tensor_parallel_size` - 1, whose leader, worker 0, is this process.
+
+    `start`, load, `wait_loaded`, `allocate`, and then for each step `step` or `idle` just before computing it. Any of
+    them raises `GroupError` when a worker is dead. `on_death`, which may be set at any time, hears of a death from
+    another thread. `close` ends the processes.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_threads: int,
+        position: int = 0,
+        slots: Sequence[Sequence[int]] | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._config = config
+        self._num_threads = num_threads
+        self._position = position
+        self._slots = None if slots is None else [list(each) for each in slots]
+        self._host = host
+        self.group = WorkerGroup(Shard(0, config.tensor_parallel_size))
+        self.on_death: Callable[[], None] = lambda: None
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._processes: list[LocalProcess] = []
+        self._failure: str | None = None
+        self._is_closing = False
+
+    @property
+    def size(self) -> int:
+        """Of all workers, the leader included."""
+        return self.group.shard.size
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    # ---- beginning and end -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the processes and form the group; they load meanwhile what is theirs."""
+        endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            self._socket.setsockopt(option, value)
+        self._socket.bind(endpoint)
+        # Until the group stands; it does not need the store afterwards.
+        meeting = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
+        )
+        launcher = LocalLauncher(
+            "nobiru.engine.worker:main", environment=env.rank_environment(num_threads=self._num_threads)
+        )
+        for index in range(1, self.size):
+            spec = WorkerSpec(
+                index=index,
+                position=self._position,
+                slots=self._slots,
+                endpoint=endpoint,
+                store_port=meeting.port,
+                host=self._host,
+                engine=self._config,
+                num_threads=self._num_threads,
+                log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
+            )
+            self._processes.append(launcher.launch(msgspec.json.encode(spec), pass_fds=()))
+        threading.Thread(target=self._watch, name="worker-watch", daemon=True).start()
+        self._hear_all(Ready, MEET_TIMEOUT_S)
+        self.group.join(meet(meeting.port, self.group.shard, self._config.step_timeout_s))
+
+    def wait_loaded(self) -> None:
+        """Until all have loaded; what keeps one from it is raised here."""
+        self._hear_all(ShareLoaded, LOAD_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the processes, by force if they do not end by themselves."""
+        self._is_closing = True
+        for process in self._processes:
+            process.close()
+        for process in self._processes:
+            process.join(STOP_TIMEOUT_S)
+        self.group.leave()
+        if not self._socket.closed:
+            self._socket.close()
+            self._context.term()
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        self._tell(Allocate(num_blocks=num_blocks, block_size=block_size))
+
+    def step(self, inputs: Sequence[CausalInput]) -> None:
+        """The workers compute these inputs, as their leader does now."""
+        self._tell(pack_step(inputs))
+
+    def idle(self) -> None:
+        """The workers compute for other ranks, as their leader does now."""
+        self._tell(IdleStep())
+
+    def form(self, form: Form) -> None:
+        """The workers begin to form the groups of an attempt, as their leader does now."""
+        self._tell(form)
+
+    def wait_formed(self, attempt: int) -> None:
+        """`GroupError` if a worker could not."""
+        for message in self._hear_all(WorkerFormed, FORM_TIMEOUT_S, lambda found: found.attempt == attempt):
+            if message.error is not None:
+                raise GroupError(message.error)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, message: ToWorker) -> None:
+        self._check()
+        payload = encode(message)
+        for index in range(1, self.size):
+            self._socket.send_multipart([worker_identity(index), payload])
+
+    def _hear_all(
+        self, kind: type[_Heard], timeout_s: float, is_meant: Callable[[_Heard], bool] = lambda found: True
+    ) -> list[_Heard]:
+        """One such message of each worker; older ones of other kinds are dropped."""
+        end_s = time.monotonic() + timeout_s
+        found: dict[bytes, _Heard] = {}
+        while len(found) < self.size - 1:
+            message = self._hear(end_s, kind.__name__)
+            if isinstance(message[1], kind) and is_meant(message[1]):
+                found[message[0]] = message[1]
+        return list(found.values())
+
+    def _hear(self, end_s: float, what: str) -> tuple[bytes, FromWorker]:
+        while not self._socket.poll(POLL_MS):
+            if self._failure is not None and not self._socket.poll(POLL_MS):  # nothing it said is on its way
+                raise GroupError(self._failure)
+            if time.monotonic() > end_s:
+                raise GroupError(f"a worker of the rank did not say {what} in time")
+        identity, payload = self._socket.recv_multipart()
+        message = decode_from_worker(payload)
+        if isinstance(message, WorkerFailed):
+            raise (ConfigError if message.permanent else GroupError)(message.message)
+        return identity, message
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise GroupError(self._failure)
+
+    def _watch(self) -> None:
+        index, how = asyncio.run(self._first_death())
+        if self._is_closing:
+            return
+        self._failure = f"worker {index} of the rank {how}"
+        logger.error("%s", self._failure)
+        self.group.break_connections()
+        self.on_death()
+
+    async def _first_death(self) -> tuple[int, str]:
+        waits = [asyncio.create_task(process.wait_dead()) for process in self._processes]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        first = done.pop()
+        return waits.index(first) + 1, first.result()
+
+
+def worker_identity(index: int) -> bytes:
+    return f"worker-{index}".encode()
+
+
+def meet(port: int, shard: Shard, timeout_s: float) -> Group:
+    """The group of a rank's workers, who all call this; `timeout_s` bounds each exchange."""
+    store = connect_store("127.0.0.1", port, timeout_s=MEET_TIMEOUT_S)
+    return form_group(
+        store, attempt_id=GROUP_ATTEMPT, name="workers", rank=shard.index, size=shard.size, timeout_s=timeout_s
+    )
