@@ -159,6 +159,9 @@ def randomize(model: torch.nn.Module) -> None:
                 parameter.normal_(1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, 0.1)
             else:
                 parameter.normal_(0.0, 0.5 if "embeddings" in name else 0.17)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
 
 
 def _config(class_name: str, tokenizer: PreTrainedTokenizerFast, **changes: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Owns the arithmetic from hidden states to experts and weights. Knows nothing of where an expert is, or of what it does.
 
-Shape legend: T tokens, C hidden size, E experts, K experts of a token, G groups of experts, e experts of a group.
+Shape legend: T tokens, C hidden size, E experts, K experts of a token, G groups of experts.
 """
 
 from __future__ import annotations
@@ -51,3 +51,60 @@ class SoftmaxRouter:
         if self.rounds:
             weight_TK = weight_TK.to(x_TC.dtype)
         return Routing(expert_TK=expert_TK, weight_TK=weight_TK)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedSigmoidRouter:
+    """Sigmoid scores, the best `top_k` of the best `top_groups` groups (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+
+    `bias_E` decides with the scores who is best, but is no part of weights. A group is as good as its best two. All in
+    float32; weights are multiplied with `factor`.
+    """
+
+    weight_EC: Tensor
+    bias_E: Tensor
+    top_k: int
+    num_groups: int
+    top_groups: int
+    normalizes: bool
+    factor: float
+
+    def __call__(self, x_TC: Tensor) -> Routing:
+        scores_TE = F.linear(x_TC.float(), self.weight_EC).sigmoid()
+        choice_TE = scores_TE + self.bias_E
+        group_TG = choice_TE.view(len(choice_TE), self.num_groups, -1).topk(2, -1).values.sum(-1)
+        choice_TE = _within_groups(choice_TE, group_TG, self.top_groups, float("-inf"))
+        expert_TK = choice_TE.topk(self.top_k, -1).indices
+        weight_TK = scores_TE.gather(1, expert_TK)
+        if self.normalizes:
+            weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + _TINY)
+        return Routing(expert_TK=expert_TK, weight_TK=weight_TK * self.factor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedSoftmaxRouter:
+    """Softmax, the best `top_k` of the best `top_groups` groups (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+
+    A group is as good as its best expert. All in float32; weights are multiplied with `factor`.
+    """
+
+    weight_EC: Tensor
+    top_k: int
+    num_groups: int
+    top_groups: int
+    factor: float
+
+    def __call__(self, x_TC: Tensor) -> Routing:
+        scores_TE = F.linear(x_TC.float(), self.weight_EC).softmax(-1)
+        if self.top_groups < self.num_groups:
+            group_TG = scores_TE.view(len(scores_TE), self.num_groups, -1).amax(-1)
+            scores_TE = _within_groups(scores_TE, group_TG, self.top_groups, 0.0)
+        weight_TK, expert_TK = scores_TE.topk(self.top_k, -1)
+        return Routing(expert_TK=expert_TK, weight_TK=weight_TK * self.factor)
+
+
+def _within_groups(scores_TE: Tensor, group_TG: Tensor, top_groups: int, otherwise: float) -> Tensor:
+    """Scores of experts in the best groups, and `otherwise` for all others."""
+    is_out_TG = torch.ones_like(group_TG, dtype=torch.bool)
+    is_out_TG.scatter_(1, group_TG.topk(top_groups, -1).indices, False)
+    return scores_TE.masked_fill(is_out_TG.repeat_interleave(scores_TE.shape[1] // group_TG.shape[1], 1), otherwise)

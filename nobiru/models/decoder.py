@@ -20,7 +20,7 @@ from torch import Tensor
 from nobiru.folder.rope import RopeSpec, read_rope
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.activation import Activation
-from nobiru.layers.decoder_block import DecoderBlock, FeedForward, GatedMlp, SelfAttention
+from nobiru.layers.decoder_block import Attention, DecoderBlock, FeedForward, GatedMlp, SelfAttention
 from nobiru.layers.linear import Linear, make_linear
 from nobiru.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
 from nobiru.layers.rotary import KINDS, Rotary, side_by_side
@@ -45,6 +45,8 @@ from nobiru.ops.scratch import Scratch
 QkNorm = Literal["head", "projection"]
 # Token ids [T] → vectors [T, C], perhaps in another dtype than that of arithmetic.
 Words = Callable[[Tensor], Tensor]
+# Weights and the prefix of a layer's names ("layers.3.self_attn.") → its attention.
+AttentionReader = Callable[[ModelWeights, str], Attention]
 
 _TABLE = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -78,6 +80,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: QkNorm | None = None
     qkv_clip: float | None = None
+    # How many values of a head positions turn, if not all.
+    turned_size: int | None = None
 
 
 class Decoder:
@@ -99,7 +103,7 @@ class Decoder:
         group: TensorGroup | None = None,
     ) -> None:
         self.num_layers = config.num_layers
-        self.num_kv_heads = len(_own_heads(config, group).keys)
+        self.num_kv_heads = len(own_heads(config, group).keys)
         self.head_size = config.head_size
         self.vocab_size = config.vocab_size
         self.dtype = norm.weight_C.dtype
@@ -208,10 +212,14 @@ def load_decoder(
     moe: MoeConfig | None = None,
     slots_LS: SlotChoice | None = None,
     group: TensorGroup | None = None,
+    read_attention: AttentionReader | None = None,
+    passed_over: Sequence[str] = (),
 ) -> Decoder:
     """The decoder of a folder, with its head if it is a language model, and with experts in the layers of `moe`.
 
     With `group` this worker's share of it: heads, columns of feed-forwards, vocabulary, and experts of `slots_LS`.
+    `read_attention` reads another attention than that of most families. Tensors whose names begin with one of
+    `passed_over` are not the decoder's.
     """
     weights = ModelWeights(
         folder.transformer_path,
@@ -223,15 +231,27 @@ def load_decoder(
     )
     words, head = _read_ends(weights, config, folder, group)
     parts = None if moe is None else load_moe(weights, moe, precision, device, slots_LS)
-    blocks = [
-        _read_block(weights, layer, config, None if parts is None else parts.feed_forward(layer), group)
-        for layer in range(config.num_layers)
-    ]
+    blocks = []
+    for layer, window in enumerate(config.windows):
+        prefix = f"layers.{layer}."
+        attention = f"{prefix}self_attn."
+        experts = None if parts is None else parts.feed_forward(layer)
+        blocks.append(
+            DecoderBlock(
+                attention_norm=read_norm(weights, f"{prefix}input_layernorm", config),
+                attention=read_attention(weights, attention)
+                if read_attention is not None
+                else _read_attention(weights, attention, config, window, group),
+                mlp_norm=read_norm(weights, f"{prefix}post_attention_layernorm", config),
+                mlp=_read_feed_forward(weights, f"{prefix}mlp.", config, experts, group),
+            )
+        )
     norm = read_norm(weights, "norm", config)
-    weights.finish()
+    weights.finish(passed_over)
     if parts is not None:
         parts.fill()
-    rotary = Rotary(config.rope, head_size=config.head_size, num_positions=folder.max_model_len, device=device)
+    turned_size = config.turned_size or config.head_size
+    rotary = Rotary(config.rope, head_size=turned_size, num_positions=folder.max_model_len, device=device)
     return Decoder(config, words=words, rotary=rotary, blocks=blocks, norm=norm, head=head, moe=parts, group=group)
 
 
@@ -270,21 +290,13 @@ def _shard(group: TensorGroup | None) -> Shard:
     return WHOLE if group is None else group.shard
 
 
-def _read_block(
-    weights: ModelWeights, layer: int, config: DecoderConfig, mlp: FeedForward | None, group: TensorGroup | None
-) -> DecoderBlock:
-    """The layer; its feed-forward is `mlp`, or the gated one in the file."""
-    prefix = f"layers.{layer}."
-    if mlp is None:
-        mlp = read_mlp(weights, f"{prefix}mlp.", config, config.intermediate_size, group)
-    elif group is not None:
-        mlp = SplitTokens(mlp=mlp, group=group)
-    return DecoderBlock(
-        attention_norm=read_norm(weights, f"{prefix}input_layernorm", config),
-        attention=_read_attention(weights, f"{prefix}self_attn.", config, config.windows[layer], group),
-        mlp_norm=read_norm(weights, f"{prefix}post_attention_layernorm", config),
-        mlp=mlp,
-    )
+def _read_feed_forward(
+    weights: ModelWeights, prefix: str, config: DecoderConfig, experts: FeedForward | None, group: TensorGroup | None
+) -> FeedForward:
+    """`experts`, or, where there are none, the gated feed-forward in the file."""
+    if experts is None:
+        return read_mlp(weights, prefix, config, config.intermediate_size, group)
+    return experts if group is None else SplitTokens(mlp=experts, group=group)
 
 
 def read_mlp(
@@ -305,7 +317,7 @@ def read_mlp(
     return GatedMlp(
         gate_up=make_linear(weight, bias, natively=True),
         activation=config.activation,
-        down=_read_last(
+        down=read_last(
             weights, f"{prefix}down_proj", hidden_size, intermediate_size, own, has_bias=config.mlp_bias, group=group
         ),
     )
@@ -314,7 +326,7 @@ def read_mlp(
 def _read_attention(
     weights: ModelWeights, prefix: str, config: DecoderConfig, window: int | None, group: TensorGroup | None
 ) -> SelfAttention:
-    heads, head_size = _own_heads(config, group), config.head_size
+    heads, head_size = own_heads(config, group), config.head_size
     return SelfAttention(
         num_heads=len(heads.queries),
         num_kv_heads=len(heads.keys),
@@ -323,7 +335,7 @@ def _read_attention(
         qkv=_read_qkv(weights, prefix, config, heads),
         qk_norm=_read_qk_norm(weights, prefix, config, heads, group) if config.qk_norm else None,
         clip=config.qkv_clip,
-        out=_read_last(
+        out=read_last(
             weights,
             f"{prefix}o_proj",
             config.hidden_size,
@@ -335,7 +347,7 @@ def _read_attention(
     )
 
 
-def _own_heads(config: DecoderConfig, group: TensorGroup | None) -> HeadShare:
+def own_heads(config: DecoderConfig, group: TensorGroup | None) -> HeadShare:
     return _shard(group).heads(config.num_heads, config.num_kv_heads)
 
 
@@ -394,7 +406,7 @@ def read_linear(weights: ModelWeights, name: str, num_out: int, num_in: int, *, 
     return make_linear(weights.take(f"{name}.weight", num_out, num_in), bias_O, natively=True)
 
 
-def _read_last(
+def read_last(
     weights: ModelWeights,
     name: str,
     num_out: int,

@@ -14,6 +14,7 @@ from nobiru.folder.spec import ModelFolder
 from nobiru.layers.sharding import TensorGroup
 from nobiru.models.bert import load_bert, load_roberta
 from nobiru.models.causal_fallback import load_causal_fallback
+from nobiru.models.deepseek import load_deepseek_v2, load_deepseek_v3
 from nobiru.models.distilbert import load_distilbert
 from nobiru.models.fallback import load_fallback
 from nobiru.models.llama import load_llama
@@ -92,7 +93,14 @@ NATIVE_CAUSAL: Mapping[str, CausalLoader] = MappingProxyType(
 
 # What may hold some of a model's experts only.
 NATIVE_MOE: Mapping[str, MoeLoader] = MappingProxyType(
-    {"mixtral": load_mixtral, "olmoe": load_olmoe, "qwen2_moe": load_qwen2_moe, "qwen3_moe": load_qwen3_moe}
+    {
+        "deepseek_v2": load_deepseek_v2,
+        "deepseek_v3": load_deepseek_v3,
+        "mixtral": load_mixtral,
+        "olmoe": load_olmoe,
+        "qwen2_moe": load_qwen2_moe,
+        "qwen3_moe": load_qwen3_moe,
+    }
 )
 
 
@@ -103,7 +111,13 @@ SPREAD_CAUSAL: Mapping[str, SpreadLoader] = MappingProxyType(
 
 
 SPREAD_MOE: Mapping[str, SpreadMoeLoader] = MappingProxyType(
-    {"mixtral": load_mixtral, "olmoe": load_olmoe, "qwen3_moe": load_qwen3_moe}
+    {
+        "deepseek_v2": load_deepseek_v2,
+        "deepseek_v3": load_deepseek_v3,
+        "mixtral": load_mixtral,
+        "olmoe": load_olmoe,
+        "qwen3_moe": load_qwen3_moe,
+    }
 )
 
 

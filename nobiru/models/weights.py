@@ -200,14 +200,16 @@ class ModelWeights:
         _check_shape(self._files.shape(stored), stored, shape, self._files.file_of(stored))
         return StoredTensor(files=self._files, name=stored)
 
-    def finish(self) -> None:
-        """Raises `ModelFolderError` if tensors were missing, or if the model has some that nobody took."""
+    def finish(self, passed_over: Sequence[str] = ()) -> None:
+        """Raises `ModelFolderError` if tensors were missing, or if the model has some that nobody took; names that
+        begin with one of `passed_over` do not count."""
         if self._missing:
             raise ModelFolderError(
                 f"{self._files.folder}: the weights lack {listed(self._missing)}, which config.json asks for"
             )
-        if self._unused:
-            names = sorted(self._stored_names[name] for name in self._unused)
+        unused = [name for name in self._unused if not name.startswith(tuple(passed_over))]
+        if unused:
+            names = sorted(self._stored_names[name] for name in unused)
             raise ModelFolderError(
                 f"{self._files.file_of(names[0])}: unexpected {listed(names)}; the architecture in config.json has no "
                 "such tensors, so they would be left out"

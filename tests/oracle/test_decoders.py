@@ -120,7 +120,7 @@ def test_prompts_chunks_and_single_tokens(case: Callable[[str], Case], name: str
         assert_close(Steps(model, one.folder, one.texts).run(first, later), one.expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "qwen3-moe", "olmoe", "deepseek-v3"])
 def test_texts_at_different_places_of_their_lives(case: Callable[[str], Case], name: str) -> None:
     """One step has a new prompt, a chunk in the middle and single tokens."""
     one = case(name)
@@ -146,7 +146,7 @@ def test_half_precision_is_close(case: Callable[[str], Case], name: str, dtype: 
     assert float((found - expected).abs().mean() / expected.abs().mean()) <= 0.1
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases", "qwen3-moe", "deepseek-v3"])
 def test_rounded_weights_in_exact_arithmetic(case: Callable[[str], Case], name: str) -> None:
     """bfloat16 without instructions for it: `transformers` with weights rounded to it, in float32."""
     one = case(name)

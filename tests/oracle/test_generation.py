@@ -29,7 +29,7 @@ class Case:
     reference: Reference
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3-moe", "olmoe", *TRAINED])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3-moe", "olmoe", "deepseek-v3", *TRAINED])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     import transformers
 

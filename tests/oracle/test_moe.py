@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nobiru.errors import ModelFolderError
@@ -102,6 +103,21 @@ def test_loads_are_those_of_the_trained_model() -> None:
         assert parts_of(model).take_loads().count_nonzero() == 0
 
 
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    path = make("deepseek-v3", tmp_path)
+    ids_T = random_text(read_folder(path))
+    expected_TV = compute(load_causal(read_folder(path), FLOAT32, CPU), ids_T)
+    tensors = load_file(path / "model.safetensors")
+    last = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
+    further = {name.replace(".layers.2.", ".layers.3."): tensor.clone() for name, tensor in last.items()}
+    save_file(tensors | further, path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(compute(load_causal(read_folder(path), FLOAT32, CPU), ids_T), expected_TV)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelFolderError, match="unexpected"):
+        load_causal(read_folder(path), FLOAT32, CPU)
+
+
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +132,7 @@ def spread(parts: MoeParts, num_slots: int) -> NDArray[np.int64]:
     return slots_LS
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-fused", "mixtral-bin", "qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "mixtral-fused", "mixtral-bin", "qwen3-moe", "qwen2-moe", "deepseek-v3"])
 def test_results_do_not_depend_on_slots(folder: Callable[[str], ModelFolder], name: str) -> None:
     one = folder(name)
     ids_T = random_text(one)
@@ -264,6 +280,15 @@ def test_models_without_experts_have_no_slots(folder: Callable[[str], ModelFolde
         ("qwen3-moe", "mlp_only_layers", 1, "a list of layers' numbers"),
         ("qwen3-moe", "decoder_sparse_step", 9, "no layer has experts"),
         ("olmoe-clipped", "clip_qkv", -1.0, "above 0"),
+        ("deepseek-v3", "n_group", 3, "must divide"),
+        ("deepseek-v3", "n_group", 8, "fewer than 3 experts"),
+        ("deepseek-v3", "topk_group", 5, "there are 4 groups"),
+        ("deepseek-v3", "topk_group", 1, "fewer than 3 experts"),
+        ("deepseek-v3", "first_k_dense_replace", 3, "no layer has experts"),
+        ("deepseek-v3", "scoring_func", "softmax", "scoring_func"),
+        ("deepseek-v3", "num_key_value_heads", 2, "must be num_attention_heads"),
+        ("deepseek-v3", "kv_lora_rank", 21, "an even number"),
+        ("deepseek-v2", "norm_topk_prob", True, "norm_topk_prob"),
         ("qwen2-moe", "layer_types", ["full_attention", "wide", "wide"], "layer_types"),
     ],
 )
