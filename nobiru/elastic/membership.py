@@ -1,0 +1,427 @@
+"""Who belongs to the group, now and next: one pure machine for growth, shrink, removal, replacement and failure.
+
+Events in, actions out; no sockets, no processes, no clock. The controller performs the actions and reports what
+happens. Protocol and words: `docs/elastic.md`.
+
+There is one committed *epoch*: its number and its members, in order. Every way to the next one is an *attempt*: its
+members build the groups of the next epoch and fill their slots (`Prepare`), beside serving if the present epoch lives.
+When all are prepared the controller arms them; an armed member of a living epoch parks at the next step boundary at
+which every other one is armed too. With everybody parked the attempt is committed, the only point of no return:
+members begin the new epoch, and those that are not in it end. Until then everything can be undone, and the present
+epoch has not noticed.
+
+A member that dies ends its epoch. What was being prepared is undone, and the survivors prepare an epoch of their own;
+they are not stepping any more, so they count as parked. If nobody survives, the group is launched anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["planning", "preparing", "draining", "committing", "settling", "done", "rolled_back", "failed"]
+Origin = Literal["user", "heal", "failure", "start"]
+ENDED: tuple[Phase, ...] = ("done", "rolled_back", "failed")
+BEFORE_COMMIT: tuple[Phase, ...] = ("planning", "preparing", "draining", "committing")
+
+# A death is noticed within milliseconds of the failed collectives it causes, so a new attempt waits for the news.
+REFORM_S = 0.5
+PREPARE_TIMEOUT_S = 120.0
+PARK_TIMEOUT_S = 30.0
+
+
+# ---- actions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a rank with this id, which will hold what `Prepare` asks of it."""
+
+    rank_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """To each of `members`, in their order: build the groups of an attempt at `epoch`, fill slots."""
+
+    attempt: int
+    epoch: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """To each of `ranks`: announce from now on that you are ready to leave the present epoch for this attempt."""
+
+    attempt: int
+    ranks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Committed. To each of `members`: switch to the attempt's epoch and go on."""
+
+    attempt: int
+    epoch: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """To each of `ranks`: drop what was prepared for this attempt, and go on as before.
+
+    Whoever has parked for it runs the step before which it parked: all of them parked before the same one.
+    """
+
+    attempt: int
+    ranks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """To each of `ranks`: a member of this epoch is gone; leave its step."""
+
+    epoch: int
+    ranks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Send these ranks no new requests, and say so when they have none left."""
+
+    ranks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    """They take requests again."""
+
+    ranks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End this rank; what it still has runs elsewhere."""
+
+    rank_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Report `timer(name, number)` after so many seconds."""
+
+    name: str
+    number: int
+    seconds: float
+
+
+Action = Launch | Prepare | Arm | Begin | Forget | Abandon | Drain | Undrain | Stop | SetTimer
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Operation:
+    """One change of membership. `newcomers` are its own ranks, `leaving` those that go with its commit."""
+
+    number: int
+    origin: Origin
+    size: int
+    phase: Phase = "planning"
+    newcomers: list[str] = field(default_factory=list)
+    leaving: tuple[str, ...] = ()
+    drain_timeout_s: float | None = None
+    drain_may_replay: bool = True
+    error: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in ENDED
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """Who has to be loaded, prepared, parked and applied for the commit."""
+
+    number: int
+    members: tuple[str, ...]
+    prepared: set[str] = field(default_factory=set)
+    parked: set[str] = field(default_factory=set)
+    applied: set[str] = field(default_factory=set)
+    is_armed: bool = False
+    is_committed: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Membership:
+    """Every method enters an event and gives what is to be done about it.
+
+    `lives` says whether the members of `epoch` step together; if not, the next attempt is on its way. `loaded` are the
+    ranks whose model is loaded. `operations` is the history, newest last.
+    """
+
+    desired_size: int
+    epoch: int = 0
+    members: tuple[str, ...] = ()
+    lives: bool = False
+    loaded: set[str] = field(default_factory=set)
+    launching: set[str] = field(default_factory=set)
+    operations: list[Operation] = field(default_factory=list)
+    attempt: _Attempt | None = None
+    num_attempts: int = 0
+    num_ranks: int = 0
+
+    @property
+    def operation(self) -> Operation | None:
+        """The one that is running."""
+        last = self.operations[-1] if self.operations else None
+        return None if last is None or last.has_ended else last
+
+    # ---- what users and the controller ask -------------------------------------------------------------------------
+
+    def start(self) -> list[Action]:
+        """Launch the first ranks."""
+        return self._open(Operation(number=len(self.operations), origin="start", size=self.desired_size))
+
+    def request(
+        self,
+        *,
+        size: int,
+        remove: Sequence[str] = (),
+        origin: Origin = "user",
+        drain_timeout_s: float | None = None,
+        drain_may_replay: bool = True,
+    ) -> list[Action]:
+        """Change to `size` members, without those of `remove`; others leave newest first. No operation may run.
+
+        Without an epoch that lives there is nothing to change from: `ValueError`, as for ranks that are no members.
+        """
+        if self.operation is not None or not self.lives:
+            raise ValueError("another change of membership is running")
+        if size < 1 or not set(remove) <= set(self.members):
+            raise ValueError(f"cannot change to {size} members without {', '.join(remove)}")
+        stay = [rank for rank in self.members if rank not in remove]
+        leaving = (*remove, *stay[size:])
+        if origin == "user":
+            self.desired_size = size
+        operation = Operation(
+            number=len(self.operations),
+            origin=origin,
+            size=size,
+            leaving=leaving,
+            drain_timeout_s=drain_timeout_s,
+            drain_may_replay=drain_may_replay,
+        )
+        return self._open(operation)
+
+    def cancel(self, error: str | None = None) -> list[Action]:
+        """Undo the running operation, if it is a planned one that is not committed yet; else nothing."""
+        operation = self.operation
+        if operation is None or operation.origin not in ("user", "heal") or operation.phase not in BEFORE_COMMIT:
+            return []
+        return self._roll_back(operation, error)
+
+    # ---- what ranks do ---------------------------------------------------------------------------------------------
+
+    def rank_loaded(self, rank_id: str) -> list[Action]:
+        if rank_id not in self.launching:
+            return []
+        self.launching.discard(rank_id)
+        self.loaded.add(rank_id)
+        return self._prepare_if_loaded()
+
+    def rank_prepared(self, rank_id: str, attempt: int, error: str | None = None) -> list[Action]:
+        current = self.attempt
+        if current is None or current.number != attempt or current.is_committed or rank_id not in current.members:
+            return []
+        if error is not None:
+            return self._attempt_failed(f"{rank_id} could not prepare: {error}")
+        current.prepared.add(rank_id)
+        if len(current.prepared) < len(current.members):
+            return []
+        operation = self.operation
+        assert operation is not None
+        if not self.lives:
+            return self._commit(current, operation)
+        if operation.leaving and operation.drain_timeout_s is not None:
+            operation.phase = "draining"
+            return [Drain(operation.leaving), SetTimer("drain", operation.number, operation.drain_timeout_s)]
+        return self._arm(current, operation)
+
+    def drained(self) -> list[Action]:
+        """The leaving ranks have no requests left."""
+        operation = self.operation
+        if operation is None or operation.phase != "draining" or self.attempt is None:
+            return []
+        return self._arm(self.attempt, operation)
+
+    def rank_parked(self, rank_id: str, attempt: int) -> list[Action]:
+        current = self.attempt
+        if current is None or current.number != attempt or not current.is_armed or current.is_committed:
+            return []
+        current.parked.add(rank_id)
+        operation = self.operation
+        assert operation is not None
+        return self._commit(current, operation) if set(self.members) <= current.parked else []
+
+    def rank_applied(self, rank_id: str, attempt: int) -> list[Action]:
+        """It steps in the new epoch."""
+        current, operation = self.attempt, self.operation
+        if current is None or current.number != attempt or not current.is_committed or operation is None:
+            return []
+        current.applied.add(rank_id)
+        if not set(self.members) <= current.applied:
+            return []
+        self.attempt = None
+        operation.phase = "done"
+        return []
+
+    def rank_suspended(self, rank_id: str, epoch: int) -> list[Action]:
+        """A collective failed there. Without a death, the same members form anew a little later."""
+        if not self.lives or epoch != self.epoch or rank_id not in self.members:
+            return []
+        return self._epoch_broke()
+
+    def rank_lost(self, rank_id: str) -> list[Action]:
+        """A rank died, or was declared dead."""
+        known = rank_id in self.loaded or rank_id in self.launching
+        self.loaded.discard(rank_id)
+        self.launching.discard(rank_id)
+        operation = self.operation
+        if not known:
+            return []
+        if rank_id in self.members:
+            self.members = tuple(each for each in self.members if each != rank_id)
+            return self._epoch_broke()
+        if operation is None or rank_id not in operation.newcomers:
+            return []
+        operation.newcomers.remove(rank_id)
+        if operation.origin in ("start", "failure"):
+            forget: list[Action] = []
+            if self.attempt is not None:
+                others = tuple(each for each in self.attempt.members if each != rank_id)
+                forget, self.attempt = [Forget(self.attempt.number, others)], None
+            return [*forget, *self._launch_missing(operation), *self._prepare_if_loaded()]
+        return self._roll_back(operation, f"the new rank {rank_id} died")
+
+    def timer(self, name: str, number: int) -> list[Action]:
+        operation, current = self.operation, self.attempt
+        if name == "reform" and operation is not None and operation.number == number and self.attempt is None:
+            return self._prepare_if_loaded()
+        if name == "drain" and operation is not None and operation.number == number and operation.phase == "draining":
+            if operation.drain_may_replay:
+                return self.drained()
+            return self._roll_back(operation, "the ranks did not finish their requests in time")
+        if name in ("prepare", "park") and current is not None and current.number == number:
+            is_late = not current.is_committed and (name == "park" or not current.is_armed)
+            if is_late and not (operation is not None and operation.phase == "draining"):
+                return self._attempt_failed(f"the ranks did not all {name} in time")
+        return []
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _open(self, operation: Operation) -> list[Action]:
+        self.operations.append(operation)
+        operation.phase = "preparing"
+        return [*self._launch_missing(operation), *self._prepare_if_loaded()]
+
+    def _launch_missing(self, operation: Operation) -> list[Action]:
+        stay = [rank for rank in self.members if rank not in operation.leaving]
+        num_missing = operation.size - len(stay) - len(operation.newcomers)
+        new = [f"r{self.num_ranks + number}" for number in range(num_missing)]
+        self.num_ranks += len(new)
+        operation.newcomers += new
+        self.launching |= set(new)
+        return [Launch(rank_id) for rank_id in new]
+
+    def _prepare_if_loaded(self) -> list[Action]:
+        operation = self.operation
+        if operation is None or self.attempt is not None or operation.phase != "preparing":
+            return []
+        if not set(operation.newcomers) <= self.loaded:
+            return []
+        stay = [rank for rank in self.members if rank not in operation.leaving]
+        self.num_attempts += 1
+        self.attempt = _Attempt(number=self.num_attempts, members=(*stay, *operation.newcomers))
+        return [
+            Prepare(self.num_attempts, self.epoch + 1, self.attempt.members),
+            SetTimer("prepare", self.num_attempts, PREPARE_TIMEOUT_S),
+        ]
+
+    def _arm(self, attempt: _Attempt, operation: Operation) -> list[Action]:
+        operation.phase = "committing"
+        attempt.is_armed = True
+        return [Arm(attempt.number, self.members), SetTimer("park", attempt.number, PARK_TIMEOUT_S)]
+
+    def _commit(self, attempt: _Attempt, operation: Operation) -> list[Action]:
+        attempt.is_committed = True
+        operation.phase = "settling"
+        gone = [rank for rank in self.members if rank not in attempt.members]
+        self.epoch += 1
+        self.members, self.lives = attempt.members, True
+        self.loaded -= set(gone)
+        begin = Begin(attempt.number, self.epoch, self.members)
+        return [begin, *(Stop(rank_id) for rank_id in gone)]
+
+    def _attempt_failed(self, error: str) -> list[Action]:
+        """Nobody has died, but the attempt does not come to an end."""
+        operation, attempt = self.operation, self.attempt
+        assert operation is not None and attempt is not None
+        if operation.origin in ("user", "heal"):
+            return self._roll_back(operation, error)
+        self.attempt = None
+        return [Forget(attempt.number, attempt.members), SetTimer("reform", operation.number, REFORM_S)]
+
+    def _roll_back(self, operation: Operation, error: str | None) -> list[Action]:
+        """Before the commit: newcomers go, everybody else forgets; the present epoch goes on."""
+        operation.phase, operation.error = "rolled_back", error
+        actions: list[Action] = []
+        if self.attempt is not None:
+            actions.append(Forget(self.attempt.number, self.members))
+            self.attempt = None
+        if operation.drain_timeout_s is not None and operation.leaving:
+            actions.append(Undrain(tuple(rank for rank in operation.leaving if rank in self.members)))
+        actions += self._stop_all(operation.newcomers)
+        if operation.origin == "user":
+            self.desired_size = max(1, len(self.members))
+        return actions
+
+    def _stop_all(self, rank_ids: Sequence[str]) -> list[Action]:
+        stopped = [rank for rank in rank_ids if rank in self.loaded or rank in self.launching]
+        self.loaded -= set(stopped)
+        self.launching -= set(stopped)
+        return [Stop(rank) for rank in stopped]
+
+    def _epoch_broke(self, error: str | None = None) -> list[Action]:
+        """Its members cannot step together any more: whatever runs is undone, and the survivors form the next epoch."""
+        operation = self.operation
+        actions: list[Action] = []
+        if self.lives:
+            actions.append(Abandon(self.epoch, self.members))
+        self.lives = False
+        if operation is not None and operation.origin in ("user", "heal", "start") and operation.phase != "settling":
+            if operation.origin == "start":
+                return actions  # its newcomers are members only once it is committed
+            actions += self._undo(operation, error or "a member died")
+        elif operation is not None and operation.phase == "settling":
+            operation.phase = "done"  # it was committed; what comes now is a failure of the new epoch
+        elif operation is not None:  # a failure while another is being dealt with
+            operation.phase, operation.error = "done", "another member died"
+            actions += self._stop_all([rank for rank in operation.newcomers if rank not in self.members])
+        if self.attempt is not None:
+            if not self.attempt.is_committed:
+                actions.append(Forget(self.attempt.number, self.members))
+            self.attempt = None
+        size = len(self.members) or self.desired_size
+        failure = Operation(number=len(self.operations), origin="failure", size=size, phase="preparing")
+        self.operations.append(failure)
+        actions += self._launch_missing(failure)
+        # Give news of more deaths the time to arrive: an attempt with a dead member would only cost its time limit.
+        actions.append(SetTimer("reform", failure.number, REFORM_S if error else 0.0))
+        return actions
+
+    def _undo(self, operation: Operation, error: str) -> list[Action]:
+        operation.phase, operation.error = "rolled_back", error
+        return self._stop_all(operation.newcomers)
