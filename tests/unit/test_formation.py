@@ -63,72 +63,78 @@ def serving_pair() -> Formation:
     return group
 
 
+class World:
+    """A formation, ranks that die and come back, and what is on its way."""
+
+    def __init__(self, size: int, chance: random.Random) -> None:
+        self.group = Formation(size=size)
+        self.size, self.chance = size, chance
+        self.ids = itertools.count()
+        self.alive: dict[int, str] = {}
+        self.pending: list[tuple[str, object]] = [("store", None)]
+        self.attempts, self.epochs = [0], [0]
+        for position in range(size):
+            self.launch(position)
+
+    def launch(self, position: int) -> None:
+        self.alive[position] = f"r{next(self.ids)}"
+        self.pending.append(("loaded", (position, self.alive[position])))
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendForm():
+                    assert action.attempt > self.attempts[-1]
+                    self.attempts.append(action.attempt)
+                    for rank_id in action.members:
+                        answer = "formed" if self.chance.random() < 0.8 else "failed"
+                        self.pending.append((answer, (rank_id, action.attempt)))
+                case SendBegin():
+                    assert action.epoch == self.epochs[-1] + 1
+                    assert len(action.members) == self.size
+                    self.epochs.append(action.epoch)
+                case SetTimer():
+                    self.pending.append(("timer", action.attempt))
+                case SendAbandon():
+                    pass
+
+    def event(self, name: str, value: object) -> None:
+        group = self.group
+        match name, value:
+            case "store", _:
+                self.perform(group.store_is_ready())
+            case "loaded", (int(position), str(rank_id)) if self.alive.get(position) == rank_id:
+                self.perform(group.rank_loaded(position, rank_id))
+            case "formed", (str(rank_id), int(attempt)) if rank_id in self.alive.values():
+                self.perform(group.rank_formed(rank_id, attempt))
+            case "failed", (str(rank_id), int(attempt)) if rank_id in self.alive.values():
+                self.perform(group.form_failed(rank_id, attempt))
+            case "timer", int(attempt):
+                self.perform(group.timer(attempt))
+
+    def happens(self) -> None:
+        kind = self.chance.random()
+        if kind < 0.1:
+            position = self.chance.choice(list(self.alive))
+            self.perform(self.group.rank_lost(self.alive[position]))
+            self.launch(position)
+        elif kind < 0.15 and self.group.phase == "serving":
+            self.perform(self.group.rank_suspended(self.chance.choice(self.group.members), self.group.epoch))
+        elif self.pending:
+            self.event(*self.pending.pop(self.chance.randrange(len(self.pending))))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 def test_it_never_hangs_and_numbers_only_grow(chance: random.Random, size: int) -> None:
     """Ranks die and come back, messages and timers are late; when nobody dies any more, the group serves."""
-    group = Formation(size=size)
-    ids = itertools.count()
-    alive: dict[int, str] = {}
-    pending: list[tuple[str, object]] = [("store", None)]
-    attempts, epochs = [0], [0]
-    forming: dict[str, int] = {}
-
-    def perform(actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case SendForm():
-                    assert action.attempt > attempts[-1]
-                    assert list(action.members) == [alive[place] for place in sorted(alive)] or len(alive) < size
-                    attempts.append(action.attempt)
-                    for rank_id in action.members:
-                        pending.append(("formed" if chance.random() < 0.8 else "failed", (rank_id, action.attempt)))
-                case SendBegin():
-                    assert action.epoch == epochs[-1] + 1
-                    assert len(action.members) == size
-                    epochs.append(action.epoch)
-                    forming.clear()
-                case SetTimer():
-                    pending.append(("timer", action.attempt))
-                case SendAbandon():
-                    pass
-
-    def event(name: str, value: object) -> None:
-        match name, value:
-            case "store", _:
-                perform(group.store_is_ready())
-            case "loaded", (int(position), str(rank_id)):
-                if alive.get(position) == rank_id:
-                    perform(group.rank_loaded(position, rank_id))
-            case "formed", (str(rank_id), int(attempt)):
-                if rank_id in alive.values():
-                    perform(group.rank_formed(rank_id, attempt))
-            case "failed", (str(rank_id), int(attempt)):
-                if rank_id in alive.values():
-                    perform(group.form_failed(rank_id, attempt))
-            case "timer", int(attempt):
-                perform(group.timer(attempt))
-
-    def launch(position: int) -> None:
-        alive[position] = f"r{next(ids)}"
-        pending.append(("loaded", (position, alive[position])))
-
-    for position in range(size):
-        launch(position)
+    world = World(size, chance)
     for _ in range(60):
-        happens = chance.random()
-        if happens < 0.1:
-            position = chance.choice(list(alive))
-            perform(group.rank_lost(alive[position]))
-            launch(position)
-        elif happens < 0.15 and group.phase == "serving":
-            perform(group.rank_suspended(chance.choice(group.members), group.epoch))
-        elif pending:
-            event(*pending.pop(chance.randrange(len(pending))))
+        world.happens()
     for _ in range(2000):
-        if group.phase == "serving":
+        if world.group.phase == "serving":
             break
-        assert pending, "somebody is always asked, or a timer runs"
-        name, value = pending.pop(0)
-        event("formed" if name == "failed" else name, value)
-    assert group.phase == "serving"
+        assert world.pending, "somebody is always asked, or a timer runs"
+        name, value = world.pending.pop(0)
+        world.event("formed" if name == "failed" else name, value)
+    assert world.group.phase == "serving"

@@ -68,86 +68,109 @@ class Rank:
         return results
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(1, 6))
-def test_whatever_happens_every_token_comes_once_and_in_order(chance: random.Random, num_requests: int) -> None:
-    ledger = GenerationLedger(itertools.count())
-    entries: dict[GenerationEntry, int] = {}
-    received: dict[tuple[int, int], list[int]] = {}
-    finished: set[tuple[int, int]] = set()
-    ended: set[int] = set()
-    late: list[Generated] = []
-    ids = itertools.count()
-    rank = Rank(f"r{next(ids)}")
-    requests = [
-        request(number, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 6)) for number in range(num_requests)
-    ]
+class Play:
+    """A ledger, its clients, and a rank that is replaced whenever it dies."""
 
-    def deliver(results: list[Generated]) -> None:
-        for entry, delta in ledger.apply(results):
-            place = (entries[entry], delta.child)
-            assert place not in finished and place[0] not in ended
-            text = received.setdefault(place, [])
+    def __init__(self, chance: random.Random, num_requests: int) -> None:
+        self.chance = chance
+        self.ledger = GenerationLedger(itertools.count())
+        self.entries: dict[GenerationEntry, int] = {}
+        self.received: dict[tuple[int, int], list[int]] = {}
+        self.finished: set[tuple[int, int]] = set()
+        self.ended: set[int] = set()
+        self.late: list[Generated] = []
+        self.waiting = list(range(num_requests))
+        self.requests = [
+            request(number, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 6)) for number in self.waiting
+        ]
+        self.ids = itertools.count()
+        self.rank = Rank(f"r{next(self.ids)}")
+
+    def deliver(self, results: list[Generated]) -> None:
+        for entry, delta in self.ledger.apply(results):
+            place = (self.entries[entry], delta.child)
+            assert place not in self.finished and place[0] not in self.ended
+            text = self.received.setdefault(place, [])
             assert delta.first_index == len(text)
             text += [token.token_id for token in delta.tokens]
             if delta.finish_reason is not None:
-                finished.add(place)
+                self.finished.add(place)
                 assert (delta.stop_token_id == STOP) == (delta.finish_reason == "stop")
 
-    def abort(aborts: dict[str, list[int]]) -> None:
-        for seq_id in aborts.get(rank.rank_id, ()):
-            rank.work.pop(seq_id, None)
+    def abort(self, aborts: dict[str, list[int]]) -> None:
+        for seq_id in aborts.get(self.rank.rank_id, ()):
+            self.rank.work.pop(seq_id, None)
 
-    waiting = list(range(num_requests))
-    for _ in range(400):
-        event = chance.random()
-        open_entries = [entry for entry, number in entries.items() if number not in ended and not entry.has_ended]
-        if waiting and event < 0.2:
-            number = waiting.pop(0)
-            entries[ledger.open(requests[number], 0.0)] = number
-        elif event < 0.25:
-            executing = [seq_id for seq_id in rank.work if chance.random() < 0.2]
-            late += rank.step(list(rank.work))  # was on its way when the rank died
-            for entry in ledger.rank_lost(rank.rank_id, executing):
-                assert isinstance(entry.error, RequestKilledRankError)
-                ended.add(entries[entry])
-            rank = Rank(f"r{next(ids)}")
-        elif event < 0.28 and open_entries:
-            entry = chance.choice(open_entries)
-            abort(ledger.cancel(entry))
-            ended.add(entries[entry])
-        elif event < 0.31 and open_entries:
-            entry = chance.choice(open_entries)
-            child = chance.randrange(entry.request.params.n)
-            abort(ledger.stop(entry, child))
-            finished.add((entries[entry], child))
-        elif event < 0.35:
-            deliver(late)
-            late.clear()
+    def open_next(self) -> None:
+        number = self.waiting.pop(0)
+        self.entries[self.ledger.open(self.requests[number], 0.0)] = number
+
+    def rank_dies(self) -> None:
+        executing = [seq_id for seq_id in self.rank.work if self.chance.random() < 0.2]
+        self.late += self.rank.step(list(self.rank.work))  # was on its way when the rank died
+        for entry in self.ledger.rank_lost(self.rank.rank_id, executing):
+            assert isinstance(entry.error, RequestKilledRankError)
+            self.ended.add(self.entries[entry])
+        self.rank = Rank(f"r{next(self.ids)}")
+
+    def client_leaves(self, entry: GenerationEntry) -> None:
+        self.abort(self.ledger.cancel(entry))
+        self.ended.add(self.entries[entry])
+
+    def client_stops(self, entry: GenerationEntry) -> None:
+        child = self.chance.randrange(entry.request.params.n)
+        self.abort(self.ledger.stop(entry, child))
+        self.finished.add((self.entries[entry], child))
+
+    def send(self) -> None:
+        for child in self.ledger.unsent():
+            self.ledger.sent(child, self.rank.rank_id)
+            self.rank.take(child.message(1.0))
+
+    def event(self) -> None:
+        kind = self.chance.random()
+        living = [entry for entry, number in self.entries.items() if number not in self.ended and not entry.has_ended]
+        if self.waiting and kind < 0.2:
+            self.open_next()
+        elif kind < 0.25:
+            self.rank_dies()
+        elif kind < 0.28 and living:
+            self.client_leaves(self.chance.choice(living))
+        elif kind < 0.31 and living:
+            self.client_stops(self.chance.choice(living))
+        elif kind < 0.35:
+            self.deliver(self.late)
+            self.late.clear()
         else:
-            deliver(rank.step([seq_id for seq_id in rank.work if chance.random() < 0.7]))
-        for child_ in ledger.unsent():
-            ledger.sent(child_, rank.rank_id)
-            rank.take(child_.message(1.0))
-    while ledger.entries or waiting:
-        if waiting:
-            number = waiting.pop(0)
-            entries[ledger.open(requests[number], 0.0)] = number
-        for child_ in ledger.unsent():
-            ledger.sent(child_, rank.rank_id)
-            rank.take(child_.message(1.0))
-        deliver(rank.step(list(rank.work)))
-    deliver(late)
-    assert ledger.num_tokens == 0
-    assert not any(ledger.tokens_on.values())
-    assert not rank.work, "what nobody waits for was aborted"
-    for (number, child), text in received.items():
-        whole = text_of(number, child, requests[number].max_tokens)
+            self.deliver(self.rank.step([seq_id for seq_id in self.rank.work if self.chance.random() < 0.7]))
+        self.send()
+
+    def run_to_the_end(self) -> None:
+        while self.ledger.entries or self.waiting:
+            if self.waiting:
+                self.open_next()
+            self.send()
+            self.deliver(self.rank.step(list(self.rank.work)))
+        self.deliver(self.late)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 6))
+def test_whatever_happens_every_token_comes_once_and_in_order(chance: random.Random, num_requests: int) -> None:
+    play = Play(chance, num_requests)
+    for _ in range(400):
+        play.event()
+    play.run_to_the_end()
+    assert play.ledger.num_tokens == 0
+    assert not any(play.ledger.tokens_on.values())
+    assert not play.rank.work, "what nobody waits for was aborted"
+    for (number, child), text in play.received.items():
+        whole = text_of(number, child, play.requests[number].max_tokens)
         assert text == whole[: len(text)]
-    for entry, number in entries.items():
-        assert entry.has_ended or number in ended
-        if number not in ended:
-            assert all((number, child) in finished for child in range(requests[number].params.n))
+    for entry, number in play.entries.items():
+        assert entry.has_ended or number in play.ended
+        if number not in play.ended:
+            assert all((number, child) in play.finished for child in range(play.requests[number].params.n))
 
 
 def sent(ledger: GenerationLedger, rank_id: str = "r0") -> list[Generate]:
