@@ -1,32 +1,53 @@
-"""One projection of many experts: rows sorted by slot times the weights of each slot.
+"""One projection of many experts, rows sorted by slot times the weights of each slot, and the sum of their results.
 
 Owns the arrangement of a slot's weights in memory, which is the one that the device multiplies fastest, and there is no
 other copy of them:
 
 * CPUs, float32 and, with instructions for it, bfloat16: panels, for kernels of our own (`nobiru.ops.native`). These
-  read each weight once whether an expert has one row or a dozen. float32 products may read bfloat16 weights.
+  read each weight once whether an expert has one row or a dozen, and take all experts in one call. float32 products
+  may read bfloat16 weights.
 * CUDA, bfloat16: torch's grouped product, one launch for all experts.
 * Anything else: one product per slot that has rows.
 
 Knows nothing of experts' other parts, of routing, or of who has which slot.
 
-Shape legend: S slots, N rows of all slots, O output values, I input values.
+Shape legend: S slots, N rows of all slots, O output values, I input values, T tokens, K rows of a token, C values of a
+result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nobiru.ops.native.library import Kernels, PackedWeight, load_kernels
+from nobiru.ops.native.library import Kernels, kernels_for, load_kernels
 
 # torch's grouped product wants rows of this many bytes.
 _GROUPED_ALIGNMENT_BYTES = 16
+
+
+class RowGroups:
+    """Rows sorted by slot, `counts_S` of them for each.
+
+    `slots` are those that have any; `starts` is where their rows begin, and the end of the last.
+    """
+
+    def __init__(self, counts_S: Sequence[int]) -> None:
+        counts = np.asarray(counts_S, dtype=np.int64)
+        self.counts_S = counts_S
+        self.slots = counts.nonzero()[0]
+        self.starts = np.zeros(len(self.slots) + 1, dtype=np.int64)
+        counts[self.slots].cumsum(out=self.starts[1:])
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Slot, first row and end of each group."""
+        return zip(self.slots.tolist(), self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)
 
 
 class Bank(Protocol):
@@ -38,8 +59,8 @@ class Bank(Protocol):
     def read(self, slot: int) -> Tensor:
         """What was written, [O, I]."""
 
-    def __call__(self, x_NI: Tensor, counts_S: Sequence[int]) -> Tensor:
-        """The first `counts_S[0]` rows times the weights in slot 0, the next ones … → [N, O]."""
+    def __call__(self, x_NI: Tensor, groups: RowGroups) -> Tensor:
+        """Each row times the weights in its slot, [N, O]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,32 +107,21 @@ class PanelBank:
 
     def __init__(self, kernels: Kernels, panels_S: Tensor, layout: BankLayout) -> None:
         self._kernels = kernels
+        self._panels_S = panels_S
         self._layout = layout
         self._in_pairs = panels_S.ndim == 5
-        self._weights = [
-            PackedWeight(
-                panels=panels, bias_O=None, num_in=layout.num_in, num_out=layout.num_out, in_pairs=self._in_pairs
-            )
-            for panels in panels_S
-        ]
 
     def write(self, slot: int, weight_OI: Tensor) -> None:
         packed = self._kernels.pack(weight_OI.to(self._layout.dtype), None, in_pairs=self._in_pairs)
-        self._weights[slot].panels.copy_(packed.panels)
+        self._panels_S[slot].copy_(packed.panels)
 
     def read(self, slot: int) -> Tensor:
-        panels = self._weights[slot].panels
-        columns = panels.transpose(1, 2)  # [panels, outputs of a panel, inputs], perhaps with pairs behind
+        columns = self._panels_S[slot].transpose(1, 2)  # [panels, outputs of one, inputs], perhaps with pairs behind
         return columns.flatten(0, 1).flatten(1)[: self._layout.num_out, : self._layout.num_in]
 
-    def __call__(self, x_NI: Tensor, counts_S: Sequence[int]) -> Tensor:
+    def __call__(self, x_NI: Tensor, groups: RowGroups) -> Tensor:
         out_NO = torch.empty(x_NI.shape[0], self._layout.num_out, dtype=x_NI.dtype)
-        start = 0
-        for weight, count in zip(self._weights, counts_S, strict=True):
-            if count:
-                end = start + count
-                self._kernels.linear(x_NI[start:end], weight, out_NO[start:end])
-                start = end
+        self._kernels.grouped_linear(x_NI, self._panels_S, groups.slots, groups.starts, out_NO, in_pairs=self._in_pairs)
         return out_NO
 
 
@@ -128,20 +138,30 @@ class PlainBank:
     def read(self, slot: int) -> Tensor:
         return self._weights_SOI[slot]
 
-    def __call__(self, x_NI: Tensor, counts_S: Sequence[int]) -> Tensor:
+    def __call__(self, x_NI: Tensor, groups: RowGroups) -> Tensor:
         if self._grouped is not None:
-            ends_S = torch.tensor(counts_S, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            ends_S = torch.tensor(groups.counts_S, dtype=torch.int32).cumsum(0, dtype=torch.int32)
             ends_S = ends_S.to(x_NI.device, non_blocking=True)
             grouped_NO: Tensor = self._grouped(x_NI, self._weights_SOI.mT, offs=ends_S)
             return grouped_NO
         out_NO = x_NI.new_empty(x_NI.shape[0], self._weights_SOI.shape[1])
-        start = 0
-        for slot, count in enumerate(counts_S):
-            if count:
-                end = start + count
-                out_NO[start:end] = F.linear(x_NI[start:end], self._weights_SOI[slot])
-                start = end
+        for slot, start, end in groups:
+            out_NO[start:end] = F.linear(x_NI[start:end], self._weights_SOI[slot])
         return out_NO
+
+
+def gathered_sum(y_NC: Tensor, row_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """Σ_k weight[t, k] y[row[t, k]], added in float32 in the order of k; [T, C] in the dtype of y."""
+    weight_TK = weight_TK.float()
+    kernels = kernels_for(y_NC)
+    if kernels is not None:
+        out_TC = torch.empty(row_TK.shape[0], y_NC.shape[1], dtype=y_NC.dtype)
+        if kernels.weighted_sum(y_NC, row_TK, weight_TK.contiguous(), out_TC):
+            return out_TC
+    sum_TC = torch.zeros(row_TK.shape[0], y_NC.shape[1], device=y_NC.device)
+    for k, row_T in enumerate(row_TK.unbind(1)):
+        sum_TC.addcmul_(y_NC.index_select(0, row_T).float(), weight_TK[:, k, None])
+    return sum_TC.to(y_NC.dtype)
 
 
 def _grouped_product(weights_SOI: Tensor) -> Any:

@@ -1,8 +1,8 @@
 """Causal attention over a KV cache in blocks, for every device.
 
 On CUDA in half precision a kernel (`varlen_attn`) follows the block table itself, or, where it cannot, takes contexts
-gathered one after another. On CPUs, sequences with one token go through a kernel of our own that reads the blocks where
-they are, if there is one. Otherwise sequences run in groups of similar shape through `scaled_dot_product_attention`, on
+gathered one after another. On CPUs, kernels of our own read the blocks where they are, if there is a compiler and heads
+have a size that fits. Otherwise sequences run in groups of similar shape through `scaled_dot_product_attention`, on
 rows gathered from the cache, each once per layer; prompts from their start attend among the step's own tokens and
 gather nothing. With one token per sequence, the query heads that share a key head are that kernel's queries, so nothing
 is repeated for them.
@@ -23,7 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nobiru.ops.native.library import Kernels, kernels_for, load_kernels
-from nobiru.ops.paged_groups import Chunk, DecodeGroup, FreshGroup, decode_rows, plan_decoding, plan_prefill
+from nobiru.ops.paged_groups import (
+    Chunk,
+    DecodeGroup,
+    FreshGroup,
+    decode_rows,
+    plan_decoding,
+    plan_prefill,
+    prefill_tiles,
+)
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Buffer
 
@@ -70,6 +78,9 @@ def paged_attention(
         for decoding in plan_decoding(layout, window, dtype):
             out_THD[decoding.tokens_n] = _decode(q_THD, cache, decoding, attend)
     if layout.is_decode:
+        return out_THD
+    if kernels is not None and kernels.prefills(dtype, head_size):
+        _prefill_natively(kernels, q_THD, cache, layout, out_THD, scale, window, softcap)
         return out_THD
     prefill = plan_prefill(layout, window, dtype)
     for fresh in prefill.fresh:
@@ -118,7 +129,7 @@ def paged_attention_path(device: torch.device, dtype: torch.dtype, head_size: in
         return "paged, varlen_attn"
     kernels = load_kernels() if device.type == "cpu" else None
     if kernels is not None and kernels.attends(dtype, head_size):
-        return "paged, native kernel for single tokens"
+        return "paged, native kernels"
     return "paged, groups of similar shape"
 
 
@@ -201,6 +212,34 @@ def _ragged(
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def _prefill_natively(
+    kernels: Kernels,
+    q_THD: Tensor,
+    cache: LayerCache,
+    layout: PagedLayout,
+    out_THD: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    tiles = prefill_tiles(layout)
+    if tiles is None:
+        return
+    if q_THD.stride()[1:] != (q_THD.shape[2], 1):
+        q_THD = q_THD.contiguous()
+    kernels.prefill(
+        q_THD,
+        cache.keys_NSKD,
+        cache.values_NSKD,
+        layout.block_table,
+        tiles,
+        out_THD,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
 
 
 class _Attend:

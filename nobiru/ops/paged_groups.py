@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.ops.layout import MIN_RUN_TOKENS, plan_groups
+from nobiru.ops.native.library import TILE_TOKENS
 from nobiru.ops.paged_layout import PagedLayout
 
 Integers = NDArray[np.int64]
@@ -82,6 +83,23 @@ class PrefillPlan:
 def decode_rows(layout: PagedLayout) -> DecodeRows | None:
     """None if no sequence has one token only. Made once per layout, as all these plans are."""
     return layout.derive("decode rows", lambda: _decode_rows(layout))
+
+
+def prefill_tiles(layout: PagedLayout) -> Tensor | None:
+    """All sequences with several tokens, cut into tiles for the native kernel, [tiles, 4] int64; None without any.
+
+    Of each tile: the sequence, its first token in the batch, that token's position, the number of tokens.
+    """
+    return layout.derive("prefill tiles", lambda: _prefill_tiles(layout))
+
+
+def _prefill_tiles(layout: PagedLayout) -> Tensor | None:
+    tiles = []
+    for row in np.flatnonzero(layout.lengths_B > 1).tolist():
+        start, length, end = (int(each[row]) for each in (layout.starts_B, layout.lengths_B, layout.ends_B))
+        for first in range(0, length, TILE_TOKENS):
+            tiles.append((row, end - length + first, start + first, min(TILE_TOKENS, length - first)))
+    return layout.to_device(np.array(tiles, dtype=np.int64)) if tiles else None
 
 
 def plan_decoding(layout: PagedLayout, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:

@@ -23,7 +23,7 @@ CHUNK = st.tuples(st.integers(1, 90), st.integers(1, 40))
     | st.lists(DECODING | FRESH | CHUNK, min_size=1, max_size=9),
     block_size=st.sampled_from([1, 4, 16]),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (7, 1)]),
-    head_size=st.sampled_from([8, 16, 48]),
+    head_size=st.sampled_from([8, 16, 48, 64]),
     window=st.none() | st.integers(1, 70),
     softcap=st.none() | st.sampled_from([1.5, 30.0]),
     in_order=st.booleans(),

@@ -285,12 +285,12 @@ struct piece {
     long slots[PIECE];
 };
 
-static void find_piece(struct piece *piece, const struct attention *a, const int32_t *table, long start, long context) {
+static void find_piece(struct piece *piece, long block_size, const int32_t *table, long start, long context) {
     piece->count = (int)(context - start < PIECE ? context - start : PIECE);
-    long block = start / a->block_size, in_block = start % a->block_size;
+    long block = start / block_size, in_block = start % block_size;
     for (int t = 0; t < piece->count; t++) {
-        if (in_block == a->block_size) block++, in_block = 0;
-        piece->slots[t] = table[block] * a->block_size + in_block++;
+        if (in_block == block_size) block++, in_block = 0;
+        piece->slots[t] = table[block] * block_size + in_block++;
     }
 }
 
@@ -379,9 +379,9 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         long context = a->contexts[sequence];                                                                          \
         long start = a->window && context > a->window ? context - a->window : 0;                                       \
         struct piece pieces[2], *now = pieces, *next = pieces + 1;                                                     \
-        find_piece(now, a, table, start, context);                                                                     \
+        find_piece(now, a->block_size, table, start, context);                                                         \
         for (; start < context; start += PIECE) {                                                                      \
-            find_piece(next, a, table, start + PIECE, context);                                                        \
+            find_piece(next, a->block_size, table, start + PIECE, context);                                            \
             for (long head = 0; head < heads;) {                                                                       \
                 long key_head = first_key + head / per_key, left = per_key - head % per_key;                           \
                 const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size;\
@@ -409,6 +409,128 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
 ATTEND(attend_f32, float, load_f32, store_f32)
 ATTEND(attend_bf16, bf16, load_bf16, store_bf16)
 
+/* ---- attention of several tokens per sequence -----------------------------------------------------------------------
+ *
+ * A task is a tile, a few tokens of one sequence, with one key head: rows are its tokens with each query head. Keys of
+ * a piece are turned around, so that the scores of LANES keys are one vector; then scores are q times keys, and what
+ * is mixed is weights times values, both products of small matrices. Each row sees the keys up to its own.
+ */
+
+#define TILE_TOKENS 32
+#define ROW_BLOCK (LANES == 16 ? 8 : 4)
+#define SPAN 2
+
+struct tile {
+    int64_t table_row, token, position, count; /* position: of its first token, in the sequence */
+};
+
+struct prefill {
+    const void *q, *keys, *values;
+    void *out;
+    const int32_t *block_table;
+    const struct tile *tiles;
+    long num_tiles, heads, key_heads, size, block_size, table_width, q_stride, window;
+    float scale, softcap;
+    int threads, failed;
+};
+
+/* c += a @ b for ROW_BLOCK rows: a [rows, depth], b [depth, stride], c [rows, stride]; of b's and c's columns the first
+ * `width`, in whole spans. */
+static void multiply(const float *a, long a_stride, const float *b, long stride, int depth, float *c, long width) {
+    for (long at = 0; at < width; at += SPAN * LANES) {
+        vec sums[ROW_BLOCK][SPAN];
+        UNROLL for (int r = 0; r < ROW_BLOCK; r++)
+            UNROLL for (int i = 0; i < SPAN; i++) sums[r][i] = load_f32(c + r * stride + at + i * LANES);
+        for (int k = 0; k < depth; k++) {
+            vec row[SPAN];
+            UNROLL for (int i = 0; i < SPAN; i++) row[i] = load_f32(b + k * stride + at + i * LANES);
+            UNROLL for (int r = 0; r < ROW_BLOCK; r++) {
+                vec value = splat(a[r * a_stride + k]);
+                UNROLL for (int i = 0; i < SPAN; i++) sums[r][i] += value * row[i];
+            }
+        }
+        UNROLL for (int r = 0; r < ROW_BLOCK; r++)
+            UNROLL for (int i = 0; i < SPAN; i++) store_f32(c + r * stride + at + i * LANES, sums[r][i]);
+    }
+}
+
+/* Scores of keys first, first + 1, … of the piece up to `seen` become weights, others 0; mixed is scaled. */
+static void weigh_row(float *scores, long first, long seen, float softcap, float *highest, float *sum, float *mixed,
+                      long size) {
+    if (first < 0) first = 0;
+    if (seen > PIECE) seen = PIECE;
+    if (seen <= first) {
+        for (int t = 0; t < PIECE; t++) scores[t] = 0;
+        return;
+    }
+    for (long t = 0; t < first; t++) scores[t] = -INFINITY;
+    float shrink = weigh(scores, (int)seen, softcap, highest, sum);
+    for (long t = (seen + LANES - 1) / LANES * LANES; t < PIECE; t++) scores[t] = 0;
+    if (shrink != 1.0f)
+        for (long i = 0; i < size; i += LANES) store_f32(mixed + i, load_f32(mixed + i) * shrink);
+}
+
+#define PREFILL(NAME, T, LOAD, STORE)                                                                                  \
+    static void NAME##_task(void *arguments, long task) {                                                              \
+        struct prefill *a = arguments;                                                                                 \
+        const struct tile tile = a->tiles[task / a->key_heads];                                                        \
+        const long key_head = task % a->key_heads, per_key = a->heads / a->key_heads, size = a->size;                  \
+        const long rows = tile.count * per_key, padded = (rows + ROW_BLOCK - 1) / ROW_BLOCK * ROW_BLOCK;               \
+        const long row = a->key_heads * size;                                                                          \
+        const int32_t *table = a->block_table + tile.table_row * a->table_width;                                       \
+        float *memory = room(padded * (2 * size + PIECE + 2) + 2 * size * PIECE);                                      \
+        if (!memory) {                                                                                                 \
+            a->failed = 1;                                                                                             \
+            return;                                                                                                    \
+        }                                                                                                              \
+        float *q = memory, *mixed = q + padded * size, *scores = mixed + padded * size;                                \
+        float *turned = scores + padded * PIECE, *values = turned + size * PIECE;                                      \
+        float *highest = values + size * PIECE, *sums = highest + padded;                                              \
+        memset(q, 0, 2 * padded * size * sizeof(float));                                                               \
+        for (long r = 0; r < rows; r++) {                                                                              \
+            long token = tile.token + r / per_key, head = key_head * per_key + r % per_key;                            \
+            const T *source = (const T *)a->q + token * a->q_stride + head * size;                                     \
+            for (long i = 0; i < size; i += LANES) store_f32(q + r * size + i, LOAD(source + i) * a->scale);           \
+            highest[r] = -INFINITY, sums[r] = 0;                                                                       \
+        }                                                                                                              \
+        long context = tile.position + tile.count;                                                                     \
+        long start = a->window && tile.position >= a->window ? tile.position - a->window + 1 : 0;                      \
+        for (; start < context; start += PIECE) {                                                                      \
+            struct piece piece;                                                                                        \
+            find_piece(&piece, a->block_size, table, start, context);                                                  \
+            for (int t = 0; t < PIECE; t++) {                                                                          \
+                long slot = piece.slots[t < piece.count ? t : piece.count - 1];                                        \
+                const T *key = (const T *)a->keys + slot * row + key_head * size;                                      \
+                const T *value = (const T *)a->values + slot * row + key_head * size;                                  \
+                for (long i = 0; i < size; i += LANES) {                                                               \
+                    float lanes[LANES];                                                                                \
+                    store_f32(lanes, LOAD(key + i));                                                                   \
+                    UNROLL for (int lane = 0; lane < LANES; lane++) turned[(i + lane) * PIECE + t] = lanes[lane];      \
+                    store_f32(values + t * size + i, LOAD(value + i));                                                 \
+                }                                                                                                      \
+            }                                                                                                          \
+            memset(scores, 0, padded * PIECE * sizeof(float));                                                         \
+            for (long r = 0; r < padded; r += ROW_BLOCK)                                                               \
+                multiply(q + r * size, size, turned, PIECE, (int)size, scores + r * PIECE, piece.count);               \
+            for (long r = 0; r < rows; r++) {                                                                          \
+                long place = tile.position + r / per_key - start; /* of the row's token, in the piece */               \
+                weigh_row(scores + r * PIECE, a->window ? place - a->window + 1 : 0, place + 1, a->softcap,            \
+                          highest + r, sums + r, mixed + r * size, size);                                              \
+            }                                                                                                          \
+            for (long r = 0; r < padded; r += ROW_BLOCK)                                                               \
+                multiply(scores + r * PIECE, PIECE, values, size, piece.count, mixed + r * size, size);                \
+        }                                                                                                              \
+        for (long r = 0; r < rows; r++) {                                                                              \
+            long token = tile.token + r / per_key, head = key_head * per_key + r % per_key;                            \
+            T *target = (T *)a->out + (token * a->heads + head) * size;                                                \
+            for (long i = 0; i < size; i += LANES) STORE(target + i, load_f32(mixed + r * size + i) / sums[r]);        \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void NAME(struct prefill *a) { in_parallel(NAME##_task, a, a->num_tiles * a->key_heads, a->threads); }
+
+PREFILL(prefill_f32, float, load_f32, store_f32)
+PREFILL(prefill_bf16, bf16, load_bf16, store_bf16)
+
 /* ---- rows -----------------------------------------------------------------------------------------------------------
  *
  * What happens to rows of hidden states between those products. Sums and steps in between are float32.
@@ -422,6 +544,7 @@ struct rows {
 };
 
 static void share_rows(void (*run)(void *, long), struct rows *r, int threads) {
+    if (!r->rows) return;
     r->rows_each = (r->rows + 4 * threads - 1) / (4 * threads);
     in_parallel(run, r, (r->rows + r->rows_each - 1) / r->rows_each, threads);
 }
@@ -492,3 +615,5 @@ static void share_rows(void (*run)(void *, long), struct rows *r, int threads) {
 typedef float f32;
 ROWS(f32, load_f32, store_f32)
 ROWS(bf16, load_bf16, store_bf16)
+
+#include "experts.h"

@@ -8,7 +8,8 @@ Compiling takes a second or two, once per machine: the result is kept in the use
 depends on the source, the command and the processor. A folder that others could write to is not used.
 
 Shape legend: R rows, I input values, O output values, P panels of W outputs, n sequences, H query heads, K key heads,
-D values a head, N blocks of the cache, S slots of a block, M blocks of the sequence that has most.
+D values a head, N blocks of the cache, S slots of a block or of experts, M blocks of the sequence that has most, g
+groups of rows, k terms of a sum.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru import env, machine
@@ -36,10 +39,11 @@ from nobiru import env, machine
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADER = Path(__file__).with_name("parallel.h")
+_HEADERS = tuple(_SOURCE.with_name(name) for name in ("parallel.h", "experts.h"))
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
+TILE_TOKENS = 32
 # Fewer multiplications than this are not worth a second thread.
 _MIN_PARALLEL_PRODUCTS = 100_000
 _MIN_PARALLEL_VALUES = 30_000
@@ -59,6 +63,22 @@ class _Attention(ctypes.Structure):
         ("threads", ctypes.c_int),
         ("failed", ctypes.c_int),
         ("keys_each", ctypes.c_long),
+    )
+
+
+class _Prefill(ctypes.Structure):
+    """`struct prefill` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "block_table", "tiles")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("tiles_count", "heads", "key_heads", "size", "block_size", "table_width", "q_stride", "window")
+        ),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("threads", ctypes.c_int),
+        ("failed", ctypes.c_int),
     )
 
 
@@ -86,11 +106,17 @@ class Kernels:
         self._linear_f32 = self._declare_linear("linear_f32")
         self._linear_bf16 = self._declare_linear("linear_bf16")
         self._linear_pairs = self._declare_linear("linear_pairs") if self.multiplies_pairs else None
+        names = ("linear_f32", "linear_bf16", "linear_pairs")[: 3 if self.multiplies_pairs else 2]
+        self._grouped = {name: self._declare_grouped(name) for name in names}
         pointer, number, flag, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
         self._attend = self._by_dtype("attend", pointer)
+        self._prefill = self._by_dtype("prefill", pointer)
         self._rms_norm = self._by_dtype("rms_norm", pointer, number, pointer, pointer, number, number, real, flag)
         self._silu_product = self._by_dtype("silu_product", pointer, pointer, number, number, flag)
         self._turn = self._by_dtype("turn_pairs", pointer, number, pointer, number, number, number, flag)
+        self._weighted_sum = self._by_dtype(
+            "weighted_sum", pointer, pointer, pointer, pointer, number, number, number, flag
+        )
         self._put = self._by_dtype(
             "put_rows", pointer, number, pointer, number, pointer, pointer, pointer, number, number
         )
@@ -127,6 +153,39 @@ class Kernels:
             num_rows,
             num_in,
             weight.num_out,
+            1 if few else torch.get_num_threads(),
+        )
+
+    def grouped_linear(
+        self,
+        x_RI: Tensor,
+        panels_S: Tensor,
+        slots_g: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        out_RO: Tensor,
+        *,
+        in_pairs: bool,
+    ) -> None:
+        """`linear` for groups of rows: those from `starts[i]` to `starts[i + 1]` by the panels of slot `slots_g[i]`.
+
+        `panels_S` are panels as `pack` makes them, for each slot; slots may be further apart than they are large.
+        """
+        (num_rows, num_in), num_out = x_RI.shape, out_RO.shape[1]
+        assert x_RI.stride(1) == 1 and out_RO.is_contiguous() and starts[-1] == num_rows == out_RO.shape[0]
+        assert slots_g.flags.c_contiguous and starts.flags.c_contiguous and len(starts) == len(slots_g) + 1
+        of_floats = "linear_f32" if panels_S.dtype == torch.float32 else "linear_bf16"
+        few = num_rows * num_in * num_out < _MIN_PARALLEL_PRODUCTS
+        self._grouped["linear_pairs" if in_pairs else of_floats](
+            panels_S.data_ptr(),
+            panels_S.stride(0),
+            slots_g.ctypes.data,
+            starts.ctypes.data,
+            len(slots_g),
+            x_RI.data_ptr(),
+            x_RI.stride(0),
+            out_RO.data_ptr(),
+            num_in,
+            num_out,
             1 if few else torch.get_num_threads(),
         )
 
@@ -174,6 +233,54 @@ class Kernels:
         if arguments.failed:
             raise MemoryError(f"no memory for attention of {num_seqs} sequences")
 
+    def prefills(self, dtype: torch.dtype, head_size: int) -> bool:
+        """Whether `prefill` takes such heads: whole spans of vectors."""
+        return self.attends(dtype, head_size) and head_size % self._width == 0
+
+    def prefill(
+        self,
+        q_THD: Tensor,
+        keys_NSKD: Tensor,
+        values_NSKD: Tensor,
+        block_table_BM: Tensor,
+        tiles_n4: Tensor,
+        out_THD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Tokens attend over their sequence's context up to themselves; those of no tile are left alone.
+
+        A tile (int64) is up to `TILE_TOKENS` tokens: row of the block table (int32), first token in the batch, its
+        position, number of tokens.
+        """
+        _, num_heads, head_size = q_THD.shape
+        assert q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous() and tiles_n4.is_contiguous()
+        assert keys_NSKD.is_contiguous() and values_NSKD.is_contiguous() and block_table_BM.is_contiguous()
+        arguments = _Prefill(
+            q_THD.data_ptr(),
+            keys_NSKD.data_ptr(),
+            values_NSKD.data_ptr(),
+            out_THD.data_ptr(),
+            block_table_BM.data_ptr(),
+            tiles_n4.data_ptr(),
+            tiles_n4.shape[0],
+            num_heads,
+            keys_NSKD.shape[2],
+            head_size,
+            keys_NSKD.shape[1],
+            block_table_BM.shape[1],
+            q_THD.stride(0),
+            window or 0,
+            scale,
+            softcap or 0.0,
+            torch.get_num_threads(),
+        )
+        self._prefill[q_THD.dtype](ctypes.addressof(arguments))
+        if arguments.failed:
+            raise MemoryError(f"no memory for attention of {q_THD.shape[0]} tokens")
+
     def rms_norm(self, x_RI: Tensor, weight_I: Tensor, eps: float) -> Tensor | None:
         """x / sqrt(mean(x²) + eps) * weight, [R, I]; None for shapes that the kernel does not take."""
         num_rows, size = x_RI.shape
@@ -199,6 +306,24 @@ class Kernels:
             return False
         self._silu_product[out_RG.dtype](
             gate_up_R2G.data_ptr(), out_RG.data_ptr(), num_rows, size, _num_threads(num_rows * size)
+        )
+        return True
+
+    def weighted_sum(self, x_RI: Tensor, places_nk: Tensor, weight_nk: Tensor, out_nI: Tensor) -> bool:
+        """out[n] = Σ_k weight[n, k] x[places[n, k]], in the order of k; False as above. Weights are float32."""
+        num_rows, size = out_nI.shape
+        if size % self._lanes or not (x_RI.is_contiguous() and places_nk.is_contiguous() and weight_nk.is_contiguous()):
+            return False
+        assert places_nk.shape == weight_nk.shape and weight_nk.dtype == torch.float32
+        self._weighted_sum[x_RI.dtype](
+            x_RI.data_ptr(),
+            places_nk.data_ptr(),
+            weight_nk.data_ptr(),
+            out_nI.data_ptr(),
+            num_rows,
+            places_nk.shape[1],
+            size,
+            _num_threads(num_rows * size),
         )
         return True
 
@@ -250,6 +375,14 @@ class Kernels:
         function.restype = None
         return function
 
+    def _declare_grouped(self, name: str) -> ctypes._NamedFuncPointer:
+        function = self._library[f"grouped_{name}"]
+        pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        rows = (pointer, number, pointer, number, number, flag)
+        function.argtypes = (pointer, number, pointer, pointer, number, *rows)
+        function.restype = None
+        return function
+
 
 def _num_threads(num_values: int) -> int:
     return 1 if num_values < _MIN_PARALLEL_VALUES else torch.get_num_threads()
@@ -283,7 +416,7 @@ def _compiled() -> ctypes.CDLL:
     compiler = shutil.which("gcc") or shutil.which("cc")
     flags = machine.cpu_flags()
     command = (compiler or "gcc", *_OPTIONS)
-    sources = [file.read_text(encoding="utf-8") for file in (_SOURCE, _HEADER)]
+    sources = [file.read_text(encoding="utf-8") for file in (_SOURCE, *_HEADERS)]
     facts = "\n".join((*sources, *command, platform.machine(), *sorted(flags)))
     name = f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.so"
     kept_in = env.cache_folder()
@@ -294,7 +427,7 @@ def _compiled() -> ctypes.CDLL:
         raise OSError("there is no C compiler (gcc or cc)")
     with tempfile.TemporaryDirectory(prefix="nobiru-") as scratch:
         target = Path(scratch) / name
-        _compile([*command, f"-I{_HEADER.parent}", str(_SOURCE), "-o", str(target), "-lm"])
+        _compile([*command, f"-I{_SOURCE.parent}", str(_SOURCE), "-o", str(target), "-lm"])
         if folder is None:
             return ctypes.CDLL(str(target))  # stays mapped when the file is gone
         # Into place in one step: another process may be doing the same.
