@@ -30,7 +30,7 @@ def avx2(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
         "gcc",
         *options,
         "-march=haswell",
-        f"-I{library._HEADER.parent}",
+        f"-I{library._SOURCE.parent}",
         str(library._SOURCE),
         "-o",
         str(target),
@@ -236,6 +236,8 @@ class TestLoading:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         text = library._SOURCE.read_text()
+        for header in library._HEADERS:
+            shutil.copy(header, tmp_path)
         (tmp_path / "kernels.c").write_text(text.replace("sums[r][1] += value * w1;", "sums[r][1] -= value * w1;"))
         monkeypatch.setattr(library, "_SOURCE", tmp_path / "kernels.c")
         kernels, said = self.load(caplog)
