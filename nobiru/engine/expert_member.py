@@ -19,8 +19,9 @@ from nobiru.config import EngineConfig
 from nobiru.engine.expert_moves import ExpertMoves
 from nobiru.engine.messages import ExpertLoads, Form
 from nobiru.errors import GroupError
-from nobiru.layers.moe import Dispatched, weighted_sum
+from nobiru.layers.moe import Dispatched
 from nobiru.models.moe import MoeParts
+from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
 from nobiru.parallel.groups import Group, connect_store, form_group
 from nobiru.parallel.placement import Placement, initial_placement, slot_capacity_for
@@ -229,7 +230,7 @@ class StandInDispatcher:
         return Dispatched(rows_NC=rows_NC, counts_S=counts_S, origin=None)
 
     def combine(self, y_NC: Tensor, dispatched: Dispatched, weight_TK: Tensor) -> Tensor:
-        return weighted_sum(list(y_NC.view(*weight_TK.shape, -1).unbind(1)), weight_TK)
+        return gathered_sum(y_NC, torch.arange(len(y_NC)).view(weight_TK.shape), weight_TK)
 
 
 def choose_slots(

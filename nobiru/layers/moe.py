@@ -28,7 +28,7 @@ from torch import Tensor
 from nobiru.layers.activation import Activation, gated_product
 from nobiru.layers.decoder_block import FeedForward
 from nobiru.layers.routing import Router
-from nobiru.ops.grouped_gemm import choose_layout
+from nobiru.ops.grouped_gemm import RowGroups, choose_layout, gathered_sum
 from nobiru.ops.scratch import Scratch
 
 
@@ -69,44 +69,38 @@ class LocalDispatcher:
 
     is_reentrant = True
 
-    def __init__(self, slots_LS: NDArray[np.integer], num_experts: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, slots_LS: NDArray[np.integer], num_experts: int) -> None:
         """`slots_LS` says which logical expert is in which slot of each MoE layer, -1 for none. Of several copies of an
         expert the first is used; ValueError if one has none."""
         self._num_slots = slots_LS.shape[1]
-        self._slots: list[Tensor] = []
+        self._slots: list[NDArray[np.integer]] = []
         for layer, slots_S in enumerate(slots_LS):
-            slot_E = np.full(num_experts, -1, dtype=np.int64)
+            # Small numbers are sorted in one pass.
+            slot_E: NDArray[np.integer] = np.full(num_experts, -1, np.int16 if self._num_slots < 2**15 else np.int64)
             for slot in reversed(range(self._num_slots)):
                 if slots_S[slot] >= 0:
                     slot_E[slots_S[slot]] = slot
-            if missing := np.flatnonzero(slot_E < 0).tolist():
+            if missing := np.flatnonzero(slot_E == -1).tolist():
                 raise ValueError(f"a single rank must hold every expert; layer {layer} lacks {missing}")
-            self._slots.append(torch.from_numpy(slot_E).to(device))
+            self._slots.append(slot_E)
 
     def dispatch(self, layer: int, x_TC: Tensor, expert_TK: Tensor) -> Dispatched:
-        slot_N = self._slots[layer][expert_TK.flatten()]
-        order_N = slot_N.argsort(stable=True)
-        counts_S: list[int] = slot_N.bincount(minlength=self._num_slots).tolist()
-        rows_NC = x_TC.index_select(0, order_N // expert_TK.shape[1])
-        return Dispatched(rows_NC=rows_NC, counts_S=counts_S, origin=order_N)
-
-    def combine(self, y_NC: Tensor, dispatched: Dispatched, weight_TK: Tensor) -> Tensor:
-        order_N = dispatched.origin
-        assert isinstance(order_N, Tensor)
-        back_N = torch.empty_like(order_N)
-        back_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-        return weighted_sum(
-            [y_NC.index_select(0, rows_T) for rows_T in back_N.view(weight_TK.shape).unbind(1)], weight_TK
+        # NumPy takes a microsecond for each of these; a step of one token has them in every layer.
+        slot_N = self._slots[layer][expert_TK.flatten().cpu().numpy()]
+        order_N = slot_N.argsort(kind="stable")
+        row_N = np.empty_like(order_N)
+        row_N[order_N] = np.arange(len(order_N))
+        token_N = torch.from_numpy(order_N // expert_TK.shape[1]).to(x_TC.device)
+        return Dispatched(
+            rows_NC=x_TC.index_select(0, token_N),
+            counts_S=np.bincount(slot_N, minlength=self._num_slots).tolist(),
+            origin=torch.from_numpy(row_N).to(x_TC.device).view(expert_TK.shape),
         )
 
-
-def weighted_sum(y_KTC: Sequence[Tensor], weight_TK: Tensor) -> Tensor:
-    """Σ_k weight[:, k] y[k], added in float32 in the order of k; [T, C] in the dtype of y."""
-    weight_TK = weight_TK.float()
-    sum_TC = torch.zeros_like(y_KTC[0], dtype=torch.float32)
-    for k, y_TC in enumerate(y_KTC):
-        sum_TC.addcmul_(y_TC.float(), weight_TK[:, k, None])
-    return sum_TC.to(y_KTC[0].dtype)
+    def combine(self, y_NC: Tensor, dispatched: Dispatched, weight_TK: Tensor) -> Tensor:
+        row_TK = dispatched.origin
+        assert isinstance(row_TK, Tensor)
+        return gathered_sum(y_NC, row_TK, weight_TK)
 
 
 class Experts:
@@ -146,7 +140,8 @@ class Experts:
         """Each row through its slot's expert, [N, C]; rows are sorted by slot, `counts_S` of them for each."""
         if not rows_NC.shape[0]:
             return rows_NC
-        return self._down(gated_product(self._gate_up(rows_NC, counts_S), self._activation), counts_S)
+        groups = RowGroups(counts_S)
+        return self._down(gated_product(self._gate_up(rows_NC, groups), self._activation), groups)
 
     def write(self, slot: int, gate_up_AC: Tensor, down_CI: Tensor) -> None:
         """Put an expert's weights, A = 2 I rows of gate and up and those of down, into a slot."""
@@ -198,9 +193,16 @@ class ExpertLoads:
         self._lock = threading.Lock()
         self._counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
+        # The same memory.
+        self._in_numpy = self._counts_LE.numpy() if device.type == "cpu" else None
 
     def count(self, layer: int, expert_TK: Tensor) -> None:
         experts = expert_TK.flatten()
+        if self._in_numpy is not None:
+            counts_E = np.bincount(experts.numpy(), minlength=self._in_numpy.shape[1])
+            with self._lock:
+                self._in_numpy[layer] += counts_E
+            return
         with self._lock:
             self._counts_LE[layer].scatter_add_(0, experts, self._one.expand(len(experts)))
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from nobiru.layers.linear import Linear
 
 # What DeepSeek-V3 adds to the sum of weights before it divides by it.
 _TINY = 1e-20
@@ -31,6 +32,9 @@ class Router(Protocol):
         """The experts of each token; the same for a token whatever else is in the batch, but for rounding."""
 
 
+# In all of them `gate` is C → E; where arithmetic is float32 whatever the model's, so are its weights.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftmaxRouter:
     """Softmax over all experts in float32, then the best `top_k`, as Mixtral (https://arxiv.org/abs/2401.04088) has it.
@@ -38,13 +42,13 @@ class SoftmaxRouter:
     `normalizes` divides the weights by their sum; `rounds` rounds them to the dtype of hidden states.
     """
 
-    weight_EC: Tensor
+    gate: Linear
     top_k: int
     normalizes: bool
     rounds: bool
 
     def __call__(self, x_TC: Tensor) -> Routing:
-        scores_TE = torch.softmax(F.linear(x_TC, self.weight_EC), -1, dtype=torch.float32)
+        scores_TE = torch.softmax(self.gate(x_TC), -1, dtype=torch.float32)
         weight_TK, expert_TK = scores_TE.topk(self.top_k, -1)
         if self.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
@@ -61,7 +65,7 @@ class GroupedSigmoidRouter:
     float32; weights are multiplied with `factor`.
     """
 
-    weight_EC: Tensor
+    gate: Linear
     bias_E: Tensor
     top_k: int
     num_groups: int
@@ -70,7 +74,7 @@ class GroupedSigmoidRouter:
     factor: float
 
     def __call__(self, x_TC: Tensor) -> Routing:
-        scores_TE = F.linear(x_TC.float(), self.weight_EC).sigmoid()
+        scores_TE = self.gate(x_TC.float()).sigmoid()
         choice_TE = scores_TE + self.bias_E
         group_TG = choice_TE.view(len(choice_TE), self.num_groups, -1).topk(2, -1).values.sum(-1)
         choice_TE = _within_groups(choice_TE, group_TG, self.top_groups, float("-inf"))
@@ -88,14 +92,14 @@ class GroupedSoftmaxRouter:
     A group is as good as its best expert. All in float32; weights are multiplied with `factor`.
     """
 
-    weight_EC: Tensor
+    gate: Linear
     top_k: int
     num_groups: int
     top_groups: int
     factor: float
 
     def __call__(self, x_TC: Tensor) -> Routing:
-        scores_TE = F.linear(x_TC.float(), self.weight_EC).softmax(-1)
+        scores_TE = self.gate(x_TC.float()).softmax(-1)
         if self.top_groups < self.num_groups:
             group_TG = scores_TE.view(len(scores_TE), self.num_groups, -1).amax(-1)
             scores_TE = _within_groups(scores_TE, group_TG, self.top_groups, 0.0)

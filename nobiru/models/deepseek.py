@@ -16,7 +16,7 @@ from torch import Tensor
 from nobiru.folder.rope import RopeSpec
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.latent_attention import LatentAttention
-from nobiru.layers.linear import make_linear
+from nobiru.layers.linear import Linear, make_linear
 from nobiru.layers.moe import SharedExpert
 from nobiru.layers.rms_norm import RmsNorm
 from nobiru.layers.rotary import side_by_side
@@ -74,7 +74,7 @@ def load_deepseek_v2(
 
     def read_router(weights: ModelWeights, prefix: str) -> Router:
         return GroupedSoftmaxRouter(
-            weight_EC=weights.take_exact(f"{prefix}gate.weight", num_experts, config.hidden_size),
+            gate=_read_gate(weights, prefix, num_experts, config),
             top_k=top_k,
             num_groups=num_groups,
             top_groups=top_groups,
@@ -105,7 +105,7 @@ def load_deepseek_v3(
 
     def read_router(weights: ModelWeights, prefix: str) -> Router:
         return GroupedSigmoidRouter(
-            weight_EC=weights.take_exact(f"{prefix}gate.weight", num_experts, config.hidden_size),
+            gate=_read_gate(weights, prefix, num_experts, config),
             bias_E=weights.take_exact(f"{prefix}gate.e_score_correction_bias", num_experts),
             top_k=top_k,
             num_groups=num_groups,
@@ -116,6 +116,12 @@ def load_deepseek_v3(
 
     routing = _Routing(num_experts=num_experts, top_k=top_k, read_router=read_router)
     return _load(folder, fields, config, routing, precision, device, slots_LS, group)
+
+
+def _read_gate(weights: ModelWeights, prefix: str, num_experts: int, config: DecoderConfig) -> Linear:
+    """In float32, whatever the precision of the model."""
+    weight_EC = weights.take_exact(f"{prefix}gate.weight", num_experts, config.hidden_size)
+    return make_linear(weight_EC, None, natively=True)
 
 
 def _read_groups(fields: ConfigFields, num_experts: int, top_k: int, defaults: tuple[int, int]) -> tuple[int, int]:

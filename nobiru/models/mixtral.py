@@ -8,7 +8,7 @@ from nobiru.folder.spec import ModelFolder
 from nobiru.layers.routing import SoftmaxRouter
 from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
-from nobiru.models.decoder import Decoder, load_decoder, read_decoder
+from nobiru.models.decoder import Decoder, load_decoder, read_decoder, read_linear
 from nobiru.models.experts import ExpertNames
 from nobiru.models.moe import MoeConfig, SlotChoice, read_num_experts, read_top_k
 from nobiru.models.weights import ModelWeights, Precision
@@ -29,8 +29,8 @@ def load_mixtral(
     top_k = read_top_k(fields, num_experts, default=2)
 
     def read_router(weights: ModelWeights, prefix: str) -> SoftmaxRouter:
-        weight_EC = weights.take(f"{prefix}gate.weight", num_experts, config.hidden_size)
-        return SoftmaxRouter(weight_EC=weight_EC, top_k=top_k, normalizes=True, rounds=False)
+        gate = read_linear(weights, f"{prefix}gate", num_experts, config.hidden_size, has_bias=False)
+        return SoftmaxRouter(gate=gate, top_k=top_k, normalizes=True, rounds=False)
 
     moe = MoeConfig(
         num_experts=num_experts,

@@ -89,7 +89,7 @@ class MoeParts:
         self.banks = [mlp.experts for mlp in mlps]
         self.dispatcher: Dispatcher | None = None
         if all(set(range(config.num_experts)) <= set(slots_S.tolist()) for slots_S in slots_LS):
-            self.dispatcher = LocalDispatcher(slots_LS, config.num_experts, self.banks[0].memory(0).device)
+            self.dispatcher = LocalDispatcher(slots_LS, config.num_experts)
         self._layers = config.layers
         self._rounding = precision.weights
         self._mlps = mlps

@@ -15,7 +15,7 @@ from nobiru.layers.moe import SharedExpert
 from nobiru.layers.routing import SoftmaxRouter
 from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
-from nobiru.models.decoder import Decoder, DecoderConfig, load_decoder, read_decoder, read_mlp
+from nobiru.models.decoder import Decoder, DecoderConfig, load_decoder, read_decoder, read_linear, read_mlp
 from nobiru.models.moe import MoeConfig, SlotChoice, read_num_experts, read_top_k
 from nobiru.models.weights import ModelWeights, Precision
 
@@ -85,8 +85,8 @@ def _read_moe(
         fields.refuse("decoder_sparse_step", "no layer has experts")
 
     def read_router(weights: ModelWeights, prefix: str) -> SoftmaxRouter:
-        weight_EC = weights.take(f"{prefix}gate.weight", num_experts, config.hidden_size)
-        return SoftmaxRouter(weight_EC=weight_EC, top_k=top_k, normalizes=normalizes, rounds=True)
+        gate = read_linear(weights, f"{prefix}gate", num_experts, config.hidden_size, has_bias=False)
+        return SoftmaxRouter(gate=gate, top_k=top_k, normalizes=normalizes, rounds=True)
 
     return MoeConfig(
         num_experts=num_experts,

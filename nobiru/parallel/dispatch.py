@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from nobiru.errors import ConfigError
-from nobiru.layers.moe import Dispatched, weighted_sum
+from nobiru.layers.moe import Dispatched
+from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.parallel.groups import Group
 from nobiru.parallel.placement import EMPTY, Placement
 
@@ -142,8 +143,7 @@ class AllToAllDispatcher:
         y_MC = self._group.all_to_all(
             y_NC.index_select(0, _inverse(way.received_order_N)), way.num_received, way.num_sent
         )
-        rows_TK = _inverse(way.sent_order_M).view(weight_TK.shape)
-        return weighted_sum([y_MC.index_select(0, rows_T) for rows_T in rows_TK.unbind(1)], weight_TK)
+        return gathered_sum(y_MC, _inverse(way.sent_order_M).view(weight_TK.shape), weight_TK)
 
 
 def _inverse(order_N: Tensor) -> Tensor:

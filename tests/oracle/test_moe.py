@@ -19,7 +19,7 @@ from torch import Tensor
 from nobiru.errors import ModelFolderError
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
-from nobiru.layers.moe import Dispatched, LocalDispatcher, weighted_sum
+from nobiru.layers.moe import Dispatched, LocalDispatcher
 from nobiru.models.experts import StoredExperts
 from nobiru.models.moe import MoeParts
 from nobiru.models.registry import CausalModel, load_causal
@@ -86,7 +86,7 @@ def test_routers_choose_and_weigh_as_in_transformers(
         assert torch.equal(found.expert_TK.gather(1, found_places_TK), expert_TK.gather(1, places_TK))
         found_TK, expected_TK = found.weight_TK.gather(1, found_places_TK), weight_TK.gather(1, places_TK)
         assert found_TK.dtype == expected_TK.dtype
-        assert torch.allclose(found_TK, expected_TK, rtol=1e-6, atol=0)
+        assert torch.allclose(found_TK, expected_TK, rtol=1e-5, atol=0)
 
 
 def test_loads_are_those_of_the_trained_model() -> None:
@@ -239,7 +239,7 @@ class Recorder:
     def combine(self, y_NC: Tensor, dispatched: Dispatched, weight_TK: Tensor) -> Tensor:
         assert isinstance(dispatched.origin, int) and bool(y_NC.abs().sum(1).all())
         self.calls.append(("combine", dispatched.origin))
-        return weighted_sum([y_NC[:0]] * weight_TK.shape[1], weight_TK)
+        return y_NC[:0]
 
 
 def test_an_idle_rank_computes_for_others(folder: Callable[[str], ModelFolder]) -> None:

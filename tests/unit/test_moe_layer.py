@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from nobiru.layers.activation import ACTIVATIONS
-from nobiru.layers.moe import ExpertLoads, Experts, LocalDispatcher, weighted_sum
+from nobiru.layers.moe import ExpertLoads, Experts, LocalDispatcher
 from nobiru.ops import grouped_gemm, reference
+from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.ops.native.library import load_kernels
 
 CPU = torch.device("cpu")
@@ -55,6 +56,7 @@ def make_weights(num_experts: int = NUM_EXPERTS, seed: int = 0) -> tuple[list[Te
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
         monkeypatch.setattr(grouped_gemm, "load_kernels", lambda: None)
+        monkeypatch.setattr(grouped_gemm, "kernels_for", lambda x: None)
     elif load_kernels() is None:
         pytest.skip("there is no C compiler")
     return str(request.param)
@@ -159,13 +161,16 @@ def test_every_expert_must_be_somewhere() -> None:
         LocalDispatcher(np.array([[0, 1, 2], [1, 0, -1]]), 3)
 
 
-def test_terms_are_added_in_the_order_of_choices() -> None:
+@pytest.mark.parametrize("size", [1, 64])
+def test_terms_are_added_in_the_order_of_choices(way: str, size: int) -> None:
     """In float32 from the first to the last: a large term first loses what small ones would have given together."""
-    y_KTC = [torch.tensor([[value]]) for value in (1.0, 2.0**-24, 2.0**-24)]
-    assert float(weighted_sum(y_KTC, torch.ones(1, 3))) == 1.0
-    assert float(weighted_sum(y_KTC[::-1], torch.ones(1, 3))) > 1.0
-    halves = [y_TC.bfloat16() for y_TC in (torch.ones(1, 1), torch.full((1, 1), 2.0**-8))]
-    assert float(weighted_sum([*halves, halves[1]], torch.ones(1, 3))) == 1.0 + 2.0**-7
+    y_NC = torch.tensor([[2.0**-24], [1.0], [2.0**-24]]).expand(3, size).contiguous()
+    rows_TK = torch.tensor([[1, 0, 2], [0, 2, 1]])
+    assert gathered_sum(y_NC, rows_TK, torch.ones(2, 3))[:, -1].tolist() == [1.0, 1.0 + 2.0**-23]
+    halves_NC = torch.tensor([[1.0], [2.0**-8]]).expand(2, size).bfloat16().contiguous()
+    found_TC = gathered_sum(halves_NC, torch.tensor([[0, 1, 1]]), torch.ones(1, 3))
+    assert found_TC.dtype == torch.bfloat16 and float(found_TC[0, 0]) == 1.0 + 2.0**-7
+    assert gathered_sum(y_NC, rows_TK[:0], torch.ones(0, 3)).shape == (0, size)
 
 
 def test_loads_are_counted_by_several_threads() -> None:
