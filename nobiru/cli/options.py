@@ -68,7 +68,9 @@ ENGINE_OPTIONS = _same_name(
     "async_scheduling",
 )
 SERVER_OPTIONS = (
-    *_same_name(EngineConfig, "data_parallel_size", "enable_expert_parallel", "num_redundant_experts"),
+    *_same_name(
+        EngineConfig, "data_parallel_size", "tensor_parallel_size", "enable_expert_parallel", "num_redundant_experts"
+    ),
     *_same_name(EngineConfig, "enable_eplb", "eplb_window_size", "eplb_step_interval"),
     *_same_name(EngineConfig, "max_transfer_bytes_per_s", "step_timeout_s"),
     *_same_name(EngineConfig, "data_parallel_backend", "ray_address"),
@@ -189,6 +191,10 @@ DataParallelBackend = Annotated[
 ]
 RayAddress = Annotated[
     str | None, _option(PARALLEL, "Address of that cluster.", "the one that runs here, or a new one")
+]
+TensorParallelSize = Annotated[
+    int | None,
+    _option(PARALLEL, "Worker processes of each rank; a decoder is spread over them.", _engine("tensor_parallel_size")),
 ]
 EnableExpertParallel = Annotated[
     bool | None,

@@ -33,6 +33,7 @@ def serve(
     data_parallel_size: options.DataParallelSize = None,
     data_parallel_backend: options.DataParallelBackend = None,
     ray_address: options.RayAddress = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
     enable_expert_parallel: options.EnableExpertParallel = None,
     num_redundant_experts: options.NumRedundantExperts = None,
     enable_eplb: options.EnableEplb = None,

@@ -408,6 +408,8 @@ def serve(
         message = str(error) if permanent else f"{type(error).__name__}: {error}"
         socket.send(messages.encode(StartFailed(message=message, permanent=permanent)))
         return 1
+    if engine.team is not None:
+        engine.team.on_death = partial(os._exit, 1)  # it has logged why
     if engine.member is not None:
         control = connect(context, spec, control_identity(spec.rank_id))
         in_background("control", partial(_obey, control, engine.member))
@@ -420,6 +422,7 @@ def serve(
         logger.exception("the rank ends")
         socket.send(messages.encode(Crashed(message=f"{type(error).__name__}: {error}")))
         return 1
+    engine.close()
     return 0
 
 

@@ -83,6 +83,7 @@ class Team:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._processes: list[LocalProcess] = []
+        self._meeting: TCPStore | None = None
         self._failure: str | None = None
         self._is_closing = False
 
@@ -104,8 +105,7 @@ class Team:
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
             self._socket.setsockopt(option, value)
         self._socket.bind(endpoint)
-        # Until the group stands; it does not need the store afterwards.
-        meeting = TCPStore(
+        meeting = self._meeting = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
         )
         launcher = LocalLauncher(
@@ -131,6 +131,7 @@ class Team:
     def wait_loaded(self) -> None:
         """Until all have loaded; what keeps one from it is raised here."""
         self._hear_all(ShareLoaded, LOAD_TIMEOUT_S)
+        self._meeting = None  # the group stands for all, and needs the store no more
 
     def close(self) -> None:
         """End the processes, by force if they do not end by themselves."""
