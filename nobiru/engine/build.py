@@ -154,7 +154,10 @@ def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder,
     memory = cache.default_budget(
         runner.device, memory_bytes=config.kv_cache_memory_bytes, share=config.kv_cache_memory_share
     )
-    own = runner.cache_shape(config.block_size)
+    if config.data_parallel_backend == "local":  # the ranks of one machine share what is free
+        memory = replace(memory, share=memory.share / config.data_parallel_size)
+    block_size = runner.fitting_block_size(config.block_size)
+    own = runner.cache_shape(block_size)
     num_blocks = cache.choose_num_blocks(
         replace(own, num_kv_heads=own.num_kv_heads * config.tensor_parallel_size),
         memory,
@@ -162,9 +165,9 @@ def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder,
         max_num_seqs=config.max_num_seqs,
     )
     if team is not None:
-        team.allocate(num_blocks, config.block_size)
-    runner.allocate_cache(num_blocks, config.block_size)
-    return BlockPool(num_blocks, config.block_size)
+        team.allocate(num_blocks, block_size)
+    runner.allocate_cache(num_blocks, block_size)
+    return BlockPool(num_blocks, block_size)
 
 
 def _join(
