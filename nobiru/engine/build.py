@@ -19,9 +19,8 @@ from nobiru.engine.core import EngineCore
 from nobiru.engine.expert_member import ExpertMember
 from nobiru.engine.limits import default_token_budget, scheduler_config
 from nobiru.engine.messages import Inventory
-from nobiru.engine.shares import check_team, load_share
-from nobiru.engine.team import Team
-from nobiru.errors import ConfigError
+from nobiru.engine.shares import check_team, inventory, load_share, make_member
+from nobiru.engine.team import Place, Team
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.kv import cache
@@ -77,51 +76,44 @@ def build_engine(
     num_threads = config.num_threads or max(1, machine.default_num_threads() // config.tensor_parallel_size)
     torch.set_num_threads(num_threads)
     folder = read_folder(Path(config.model), max_model_len=config.max_model_len)
+    place = Place(position=position, slots=slots, host=host)
     if config.tensor_parallel_size == 1:
-        runner = _load(config, folder, None, position, slots)
-        return _assemble(config, folder, runner, None, num_threads, default_budget, on_plan, host)
+        return _assemble(config, folder, place, None, num_threads, default_budget, on_plan)
     check_team(config, folder)
-    team = Team(config, num_threads=num_threads, position=position, slots=slots, host=host)
+    team = Team(config, num_threads=num_threads, place=place)
     try:
-        runner = _load(config, folder, team, position, slots)
-        return _assemble(config, folder, runner, team, num_threads, default_budget, on_plan, host)
+        return _assemble(config, folder, place, team, num_threads, default_budget, on_plan)
     except BaseException:
         team.close()
         raise
 
 
-def _load(
-    config: EngineConfig,
-    folder: ModelFolder,
-    team: Team | None,
-    position: int,
-    slots: Sequence[Sequence[int]] | None,
-) -> PoolingRunner | CausalRunner:
+def _load(config: EngineConfig, folder: ModelFolder, place: Place, team: Team | None) -> PoolingRunner | CausalRunner:
     """The runner; the workers of `team` have loaded their shares too when it is there."""
     if not folder.is_causal:
         limit = folder.max_model_len
         return PoolingRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit)
-    if team is not None:
-        team.start()
-    runner = load_share(config, folder, None if team is None else team.group, position=position, slots=slots)
-    if team is not None:
-        team.wait_loaded()
-        runner.followers = team
+    if team is None:
+        return load_share(config, folder, place, None)
+    team.start()
+    runner = load_share(config, folder, place, team.group)
+    team.wait_loaded()
+    runner.followers = team
     return runner
 
 
 def _assemble(
     config: EngineConfig,
     folder: ModelFolder,
-    runner: PoolingRunner | CausalRunner,
+    place: Place,
     team: Team | None,
     num_threads: int,
     default_budget: int,
     on_plan: Callable[[Plan], None],
-    host: str,
 ) -> Engine:
+    runner = _load(config, folder, place, team)
     pool = _make_cache(runner, config, folder, team) if isinstance(runner, CausalRunner) else None
-    member, inventory = _join(runner, config, host)
+    member, inventory = _join(runner, config, place, team)
     runner.warm_up()
     on_cuda = runner.device_type == "cuda"
     budget = default_token_budget(folder, default=default_budget, on_cuda=on_cuda)
@@ -171,30 +163,15 @@ def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder,
 
 
 def _join(
-    runner: PoolingRunner | CausalRunner, config: EngineConfig, host: str
+    runner: PoolingRunner | CausalRunner, config: EngineConfig, place: Place, team: Team | None
 ) -> tuple[ExpertMember | None, Inventory | None]:
     """What an expert-parallel rank has beside; (None, None) for others."""
     if not config.enable_expert_parallel:
         return None, None
     moe = runner.moe if isinstance(runner, CausalRunner) else None
-    if moe is None:
-        raise ConfigError(
-            "enable_expert_parallel is set, but the model has no experts; leave it out, and ranks hold the whole model",
-            param="enable_expert_parallel",
-        )
-    inventory = Inventory(
-        num_experts=moe.num_experts,
-        expert_bytes=moe.expert_bytes,
-        shape=(moe.num_layers, moe.slot_capacity),
-        slots=moe.slots_LS.astype("<i4").tobytes(),
-    )
-    member = ExpertMember(
-        moe,
-        step_timeout_s=config.step_timeout_s,
-        max_transfer_bytes_per_s=config.max_transfer_bytes_per_s,
-        host=host,
-    )
-    return member, inventory
+    member = make_member(config, moe, place, workers=None if team is None else team.group, team=team)
+    assert moe is not None
+    return member, inventory(config, place, moe)
 
 
 def _make_executor(runner: RunnerLike, *, retries: bool) -> Executor:

@@ -3,6 +3,8 @@
 Owns the committed placement, its version, and the stage in progress. Pure but for the observer: messages of ranks in,
 orders to all ranks out. When and what to move is `nobiru.parallel.balancer`'s.
 
+In a placement, a "rank" is a worker of a rank, in the order of ranks, then workers.
+
 A stage is committed when every rank has switched to it. Until then the placement before is the one a new epoch would
 begin with: its slots hold what they did, on all ranks, because a stage only fills slots that it leaves empty.
 """
@@ -39,6 +41,7 @@ class ExpertBalance:
     def __init__(self, config: EngineConfig, observer: ExpertObserver) -> None:
         self.version = 0
         self._size = config.data_parallel_size
+        self._num_workers = config.tensor_parallel_size
         self._config = config
         self._observer = observer
         self._inventories: dict[int, Inventory] = {}
@@ -63,8 +66,8 @@ class ExpertBalance:
         if len(self._inventories) < self._size:
             return
         parts = [self._inventories[place] for place in range(self._size)]
-        slots = [np.frombuffer(each.slots, dtype="<i4").reshape(each.shape) for each in parts]
-        self._placement = Placement(slots=np.stack(slots, axis=1), num_experts=parts[0].num_experts)
+        slots = [np.frombuffer(each.slots, "<i4").reshape(each.shape[0], self._num_workers, -1) for each in parts]
+        self._placement = Placement(slots=np.concatenate(slots, axis=1), num_experts=parts[0].num_experts)
         config = BalancerConfig(
             window_steps=self._config.eplb_window_size,
             interval_steps=self._config.eplb_step_interval,
@@ -78,11 +81,12 @@ class ExpertBalance:
         """What a rank that comes to this place has to hold; None before there was one."""
         if self._placement is None:
             return None
-        slots: list[list[int]] = self._placement.slots[:, position].tolist()
+        own_LWS = self._placement.slots[:, position * self._num_workers :][:, : self._num_workers]
+        slots: list[list[int]] = own_LWS.reshape(len(own_LWS), -1).tolist()
         return slots
 
     def epoch_begins(self) -> None:
-        self._may_move = self._config.enable_eplb and self._size > 1
+        self._may_move = self._config.enable_eplb and self._size * self._num_workers > 1
 
     def epoch_ends(self) -> None:
         """A stage in progress never was."""

@@ -145,7 +145,7 @@ class ExpertGroup:
         return {
             "num_experts": placement.num_experts,
             "slot_capacity": placement.slot_capacity,
-            "slots": {rank_id: placement.slots[:, place].tolist() for rank_id, place in self._positions.items()},
+            "slots": {rank_id: self.balance.slots_of(place) for rank_id, place in self._positions.items()},
             **self.balance.status(),
         }
 

@@ -3,28 +3,33 @@
 Owns the epoch's groups and the number of the next step. Every step begins with one small all-gather, which says who has
 work; whoever has none computes for the others with an idle step. When nobody has work all sleep, until one of them is
 given some. Knows nothing of requests.
+
+Where ranks have several workers, experts are spread over the workers of all ranks, in the order of ranks, then workers.
+The all-gather is the leaders'; their workers follow them. All leave the epoch when one meets an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from nobiru.config import EngineConfig
 from nobiru.engine.expert_moves import ExpertMoves
 from nobiru.engine.messages import ExpertLoads, Form
-from nobiru.errors import GroupError
+from nobiru.engine.team import Team
+from nobiru.engine.team_messages import CollectLoads, IdleStep
+from nobiru.engine.team_moves import TeamMoves
+from nobiru.errors import NobiruError
 from nobiru.layers.moe import Dispatched
+from nobiru.layers.sharding import WHOLE
 from nobiru.models.moe import MoeParts
 from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
 from nobiru.parallel.groups import Group, connect_store, form_group
-from nobiru.parallel.placement import Placement, initial_placement, slot_capacity_for
+from nobiru.parallel.placement import Placement
+from nobiru.parallel.tensor import WorkerGroup
 from nobiru.scheduler import Plan
 
 FORM_TIMEOUT_S = 10.0
@@ -39,21 +44,21 @@ LOADS_INTERVAL = 16
 
 @dataclass(slots=True, kw_only=True)
 class _Epoch:
-    """The groups of one attempt: `control` for the records, `experts` for tokens, and one for `moves` of experts."""
+    """The groups of one attempt: `control` of the ranks' leaders for the records, `experts` for tokens, one for `moves`
+    of experts, and one of a rank's workers."""
 
     attempt: int
     number: int
-    control: Group
-    experts: Group
-    moves: ExpertMoves
-    groups: list[Group]
+    moves: ExpertMoves | TeamMoves
+    groups: dict[str, Group]
     has_begun: bool = False
 
 
 class ExpertMember:
     """`form`, `begin`, then for each step `gather` and, without work of its own, `run_idle`; `leave` at a `GroupError`.
 
-    `break_out` may be called from another thread.
+    `break_out` may be called from another thread. Of a rank with several `workers` the leader has a `team` to tell what
+    it does; the others only `form`, `run_idle`, `collect_loads` and `leave`, and obey in what concerns `moves`.
     """
 
     def __init__(
@@ -63,8 +68,14 @@ class ExpertMember:
         step_timeout_s: float,
         max_transfer_bytes_per_s: int | None = None,
         host: str = "127.0.0.1",
+        workers: WorkerGroup | None = None,
+        team: Team | None = None,
     ) -> None:
         self._moe = moe
+        self._workers = workers
+        self._team = team
+        self._shard = WHOLE if workers is None else workers.shard
+        self._collected_LE: Tensor | None = None
         self._max_transfer_bytes_per_s = max_transfer_bytes_per_s
         self._step_timeout_s = step_timeout_s
         self._host = host  # the address at which other members reach this one
@@ -83,33 +94,37 @@ class ExpertMember:
     def form(self, form: Form) -> None:
         """Build the groups of an attempt, with all its members at once. `GroupError` if one does not come."""
         self.leave()
+        if self._team is not None:
+            self._team.tell(form)
         placement = Placement(
             slots=np.frombuffer(form.slots, dtype="<i4").reshape(form.shape), num_experts=self._moe.num_experts
         )
         store = connect_store(form.store_host, form.store_port, timeout_s=FORM_TIMEOUT_S)
-        groups: list[Group] = []
+        groups: dict[str, Group] = {}
         try:
-            for name, timeout_s in self._groups():
-                group = form_group(
+            for name, (rank, size, timeout_s) in self._places(form).items():
+                groups[name] = form_group(
                     store,
                     attempt_id=str(form.attempt),
-                    name=name,
-                    rank=form.position,
-                    size=form.size,
+                    name=f"{name}-{form.position}" if name == "workers" else name,
+                    rank=rank,
+                    size=size,
                     timeout_s=timeout_s,
                     host=self._host,
                 )
-                groups.append(group)
-        except GroupError:
-            for group in groups:
+            if self._team is not None:
+                self._team.wait_formed(form.attempt)
+        except NobiruError:
+            for group in groups.values():
                 group.destroy()
             raise
-        control, experts, transfer = groups
+        if self._workers is not None:
+            self._workers.join(groups["workers"])
         tables = ExpertTables(placement)
-        self._moe.dispatcher = AllToAllDispatcher(experts, tables)
+        self._moe.dispatcher = AllToAllDispatcher(groups["experts"], tables)
         moves = ExpertMoves(
             self._moe,
-            transfer,
+            groups["transfer"],
             tables,
             placement,
             version=form.version,
@@ -118,17 +133,21 @@ class ExpertMember:
         self._epoch = _Epoch(
             attempt=form.attempt,
             number=form.epoch,
-            control=control,
-            experts=experts,
-            moves=moves,
+            moves=moves if self._team is None else TeamMoves(moves, self._team),
             groups=groups,
         )
 
-    def _groups(self) -> list[tuple[str, float]]:
-        """Names and time limits. A slot may take long to copy, at a limited rate."""
-        rate = self._max_transfer_bytes_per_s
-        transfer_s = self._step_timeout_s + (self._moe.expert_bytes / rate if rate else 0.0)
-        return [("control", self._step_timeout_s), ("experts", self._step_timeout_s), ("transfer", transfer_s)]
+    def _places(self, form: Form) -> dict[str, tuple[int, int, float]]:
+        """This process' place in each group, the group's size and time limit. A slot may take long to copy."""
+        rate, step_s = self._max_transfer_bytes_per_s, self._step_timeout_s
+        transfer_s = step_s + (self._moe.expert_bytes / rate if rate else 0.0)
+        place, size = form.position * self._shard.size + self._shard.index, form.size * self._shard.size
+        places = {"experts": (place, size, step_s), "transfer": (place, size, transfer_s)}
+        if self._shard.index == 0:
+            places["control"] = (form.position, form.size, step_s)
+        if self._shard.size > 1:
+            places["workers"] = (self._shard.index, self._shard.size, step_s)
+        return places
 
     def begin(self, attempt: int) -> None:
         """Every member has formed this attempt."""
@@ -155,28 +174,33 @@ class ExpertMember:
             ],
             dtype=torch.int64,
         )
-        records_Rn = epoch.control.all_gather_record(record)
+        records_Rn = epoch.groups["control"].all_gather_record(record)
         assert bool((records_Rn[:, :3] == record[:3]).all()), "members are in the same step of the same epoch"
         self.seq += 1
         self.num_unreported += 1
-        self.is_before_step = False
         self.is_asleep = not bool(records_Rn[:, _HAS_WORK].any())
         self.has_switched = int(records_Rn[:, _VERSION].min()) > epoch.moves.version
         if self.has_switched:
             epoch.moves.switch()
+        if self._team is not None and self._loads_are_due:
+            self._team.tell(CollectLoads())
+            self._collected_LE = self.collect_loads()
+        self.is_before_step = False
         return not self.is_asleep
 
     @property
-    def moves(self) -> ExpertMoves | None:
+    def moves(self) -> ExpertMoves | TeamMoves | None:
         """The experts' moves of the epoch that has begun."""
         return self._epoch.moves if self.epoch is not None and self._epoch is not None else None
 
     def take_loads(self) -> ExpertLoads | None:
         """Tokens routed by this rank since the last call, after every `LOADS_INTERVAL` steps and before sleep."""
-        if not self.num_unreported or (self.num_unreported < LOADS_INTERVAL and not self.is_asleep):
+        if self._team is not None:
+            counts_LE, self._collected_LE = self._collected_LE, None
+        else:
+            counts_LE = self.collect_loads() if self._loads_are_due else None
+        if counts_LE is None:
             return None
-        with torch.inference_mode():
-            counts_LE = self._moe.take_loads()
         loads = ExpertLoads(
             num_steps=self.num_unreported,
             shape=(counts_LE.shape[0], counts_LE.shape[1]),
@@ -185,8 +209,23 @@ class ExpertMember:
         self.num_unreported = 0
         return loads
 
+    @property
+    def _loads_are_due(self) -> bool:
+        return self.num_unreported > 0 and (self.num_unreported >= LOADS_INTERVAL or self.is_asleep)
+
+    def collect_loads(self) -> Tensor:
+        """Tokens that the rank routed to each logical expert since the last call, int64 [L, E]; all its workers call
+        this at once, because each routes some of the tokens."""
+        with torch.inference_mode():
+            counts_LE = self._moe.take_loads()
+            if self._workers is not None:
+                self._workers.all_reduce(counts_LE)
+        return counts_LE
+
     def run_idle(self) -> None:
         """Take part in a step without tokens of one's own."""
+        if self._team is not None:
+            self._team.tell(IdleStep())
         with torch.inference_mode():
             self._moe.run_idle()
 
@@ -203,14 +242,15 @@ class ExpertMember:
             with torch.inference_mode():
                 self._moe.take_loads()  # an abandoned step's do not count
             self.num_unreported = 0
-            for group in epoch.groups:
+            self._collected_LE = None
+            for group in epoch.groups.values():
                 group.destroy()
 
     def break_out(self, attempt: int) -> None:
         """End the exchanges of an attempt that is over, in which this rank may be stuck."""
         epoch = self._epoch
         if epoch is not None and epoch.attempt <= attempt:
-            for group in epoch.groups:
+            for group in epoch.groups.values():
                 group.break_connections()
 
 
@@ -231,40 +271,3 @@ class StandInDispatcher:
 
     def combine(self, y_NC: Tensor, dispatched: Dispatched, weight_TK: Tensor) -> Tensor:
         return gathered_sum(y_NC, torch.arange(len(y_NC)).view(weight_TK.shape), weight_TK)
-
-
-def choose_slots(
-    config: EngineConfig, position: int, slots: Sequence[Sequence[int]] | None, *, index: int = 0
-) -> Callable[[int, int], NDArray[np.integer]]:
-    """For the numbers of MoE layers and of experts: which expert goes into which slot of worker `index` of the rank at
-    `position`, [layers, slots].
-
-    Those among the rank's `slots` if they are given, else those of the first placement.
-    """
-
-    def choose(num_layers: int, num_experts: int) -> NDArray[np.integer]:
-        num_workers = config.tensor_parallel_size
-        if slots is not None:
-            return np.array(slots, dtype=np.int64).reshape(num_layers, num_workers, -1)[:, index]
-        first = position * num_workers if config.enable_expert_parallel else 0
-        return first_placement(config, num_layers, num_experts).slots[:, first + index]
-
-    return choose
-
-
-def first_placement(config: EngineConfig, num_layers: int, num_experts: int) -> Placement:
-    """Of experts on the workers of all ranks; of one rank without expert parallelism.
-
-    With load balancing there is a spare slot, into which an expert can be copied before it is used there.
-    """
-    size, redundant = config.tensor_parallel_size, config.num_redundant_experts
-    if config.enable_expert_parallel:
-        size *= config.data_parallel_size
-    capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=size)
-    return initial_placement(
-        num_layers=num_layers,
-        num_experts=num_experts,
-        num_ranks=size,
-        slot_capacity=capacity + config.enable_eplb,
-        num_redundant=redundant,
-    )

@@ -6,28 +6,28 @@ and its other workers come here alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nobiru.config import EngineConfig
-from nobiru.engine.expert_member import StandInDispatcher, choose_slots, first_placement
+from nobiru.engine.expert_member import ExpertMember, StandInDispatcher
+from nobiru.engine.messages import Inventory
+from nobiru.engine.team import Place, Team
 from nobiru.errors import ConfigError
 from nobiru.folder.spec import ModelFolder
+from nobiru.models.moe import MoeParts
 from nobiru.models.registry import SPREAD_MOE
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
+from nobiru.parallel.placement import Placement, initial_placement, slot_capacity_for
 from nobiru.parallel.tensor import WorkerGroup
 from nobiru.runner.causal import CausalRunner
 from nobiru.runner.dtype import gather_facts, resolve_device
 
 
-def load_share(
-    config: EngineConfig,
-    folder: ModelFolder,
-    group: WorkerGroup | None,
-    *,
-    position: int = 0,
-    slots: Sequence[Sequence[int]] | None = None,
-) -> CausalRunner:
-    """The model of `config`, or the share that `group` says of it, on the rank at `position`.
+def load_share(config: EngineConfig, folder: ModelFolder, place: Place, group: WorkerGroup | None) -> CausalRunner:
+    """The model of `config`, or the share that `group` says of it, on the rank at `place`.
 
     Without expert parallelism between ranks, the workers of a rank spread the experts among themselves.
     """
@@ -38,7 +38,7 @@ def load_share(
         dtype=config.dtype,
         device=config.device,
         max_model_len=folder.max_model_len,
-        slots=choose_slots(config, position, slots, index=index) if is_spread else None,
+        slots=choose_slots(config, place, index) if is_spread else None,
         group=group,
     )
     moe = runner.moe
@@ -48,6 +48,79 @@ def load_share(
         tables = ExpertTables(first_placement(config, moe.num_layers, moe.num_experts))
         moe.dispatcher = AllToAllDispatcher(group.group, tables)
     return runner
+
+
+def choose_slots(config: EngineConfig, place: Place, index: int) -> Callable[[int, int], NDArray[np.integer]]:
+    """For the numbers of MoE layers and of experts: which expert goes into which slot of worker `index` of the rank at
+    `place`, [layers, slots]."""
+
+    def choose(num_layers: int, num_experts: int) -> NDArray[np.integer]:
+        return _slots_of_workers(config, place, num_layers, num_experts)[:, index]
+
+    return choose
+
+
+def inventory(config: EngineConfig, place: Place, moe: MoeParts) -> Inventory:
+    """What a rank holds as it begins, all its workers together."""
+    slots_LWS = _slots_of_workers(config, place, moe.num_layers, moe.num_experts)
+    num_slots = moe.slot_capacity * config.tensor_parallel_size
+    return Inventory(
+        num_experts=moe.num_experts,
+        expert_bytes=moe.expert_bytes,
+        shape=(moe.num_layers, num_slots),
+        slots=slots_LWS.astype("<i4").tobytes(),
+    )
+
+
+def _slots_of_workers(config: EngineConfig, place: Place, num_layers: int, num_experts: int) -> NDArray[np.integer]:
+    """Of the rank at `place`: those it was given, or those of the first placement."""
+    num_workers = config.tensor_parallel_size
+    if place.slots is not None:
+        return np.array(place.slots, dtype=np.int64).reshape(num_layers, num_workers, -1)
+    first = place.position * num_workers if config.enable_expert_parallel else 0
+    return first_placement(config, num_layers, num_experts).slots[:, first : first + num_workers]
+
+
+def first_placement(config: EngineConfig, num_layers: int, num_experts: int) -> Placement:
+    """Of experts on the workers of all ranks; of one rank without expert parallelism.
+
+    With load balancing there is a spare slot, into which an expert can be copied before it is used there.
+    """
+    size, redundant = config.tensor_parallel_size, config.num_redundant_experts
+    if config.enable_expert_parallel:
+        size *= config.data_parallel_size
+    capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=size)
+    return initial_placement(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        num_ranks=size,
+        slot_capacity=capacity + config.enable_eplb,
+        num_redundant=redundant,
+    )
+
+
+def make_member(
+    config: EngineConfig,
+    moe: MoeParts | None,
+    place: Place,
+    *,
+    workers: WorkerGroup | None = None,
+    team: Team | None = None,
+) -> ExpertMember:
+    """This process' part in epochs of expert-parallel ranks; `ConfigError` for a model without experts."""
+    if moe is None:
+        raise ConfigError(
+            "enable_expert_parallel is set, but the model has no experts; leave it out, and ranks hold the whole model",
+            param="enable_expert_parallel",
+        )
+    return ExpertMember(
+        moe,
+        step_timeout_s=config.step_timeout_s,
+        max_transfer_bytes_per_s=config.max_transfer_bytes_per_s,
+        host=place.host,
+        workers=workers,
+        team=team,
+    )
 
 
 def check_team(config: EngineConfig, folder: ModelFolder) -> None:
@@ -63,10 +136,4 @@ def check_team(config: EngineConfig, folder: ModelFolder) -> None:
             f"tensor_parallel_size is {config.tensor_parallel_size}; in this version workers compute on CPUs only, so "
             "device must be cpu",
             param="tensor_parallel_size",
-        )
-    if config.enable_eplb:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}; in this version experts of ranks with several "
-            "workers stay where they are, so enable_eplb must be off",
-            param="enable_eplb",
         )

@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,11 +24,10 @@ from torch._C._distributed_c10d import TCPStore
 from nobiru import env
 from nobiru.config import EngineConfig
 from nobiru.elastic.launcher.local import LocalLauncher, LocalProcess
-from nobiru.engine.messages import Form
+from nobiru.engine.messages import Moved
 from nobiru.engine.team_messages import (
     Allocate,
     FromWorker,
-    IdleStep,
     Ready,
     ShareLoaded,
     ToWorker,
@@ -49,35 +49,35 @@ logger = logging.getLogger(__name__)
 GROUP_ATTEMPT = "start"
 MEET_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
-FORM_TIMEOUT_S = 30.0
+FORM_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 POLL_MS = 100
 
 _Heard = TypeVar("_Heard", Ready, ShareLoaded, WorkerFormed)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Of a rank among others: its `position`, the experts that all its workers together hold (None: those of the first
+    start), for each MoE layer, and the address at which other ranks reach it."""
+
+    position: int = 0
+    slots: Sequence[Sequence[int]] | None = None
+    host: str = "127.0.0.1"
+
+
 class Team:
     """Workers 1 to `tensor_parallel_size` - 1, whose leader, worker 0, is this process.
 
-    `start`, load, `wait_loaded`, `allocate`, and then for each step `step` or `idle` just before computing it. Any of
-    them raises `GroupError` when a worker is dead. `on_death`, which may be set at any time, hears of a death from
-    another thread. `close` ends the processes.
+    `start`, load, `wait_loaded`, `allocate`, and then `step` for each step just before computing it; `tell` for what
+    else the leader does and they must do too. Any of them raises `GroupError` when a worker is dead. `on_death`, which
+    may be set at any time, hears of a death from another thread. `close` ends the processes.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        num_threads: int,
-        position: int = 0,
-        slots: Sequence[Sequence[int]] | None = None,
-        host: str = "127.0.0.1",
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, num_threads: int, place: Place) -> None:
         self._config = config
         self._num_threads = num_threads
-        self._position = position
-        self._slots = None if slots is None else [list(each) for each in slots]
-        self._host = host
+        self._place = place
         self.group = WorkerGroup(Shard(0, config.tensor_parallel_size))
         self.on_death: Callable[[], None] = lambda: None
         self._context = zmq.Context()
@@ -114,11 +114,11 @@ class Team:
         for index in range(1, self.size):
             spec = WorkerSpec(
                 index=index,
-                position=self._position,
-                slots=self._slots,
+                position=self._place.position,
+                slots=None if self._place.slots is None else [list(each) for each in self._place.slots],
                 endpoint=endpoint,
                 store_port=meeting.port,
-                host=self._host,
+                host=self._place.host,
                 engine=self._config,
                 num_threads=self._num_threads,
                 log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
@@ -148,19 +148,26 @@ class Team:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._tell(Allocate(num_blocks=num_blocks, block_size=block_size))
+        self.tell(Allocate(num_blocks=num_blocks, block_size=block_size))
 
     def step(self, inputs: Sequence[CausalInput]) -> None:
         """The workers compute these inputs, as their leader does now."""
-        self._tell(pack_step(inputs))
+        self.tell(pack_step(inputs))
 
-    def idle(self) -> None:
-        """The workers compute for other ranks, as their leader does now."""
-        self._tell(IdleStep())
+    def tell(self, message: ToWorker) -> None:
+        """To all workers, who hear messages in their order."""
+        if self._failure is not None:
+            raise GroupError(self._failure)
+        payload = encode(message)
+        for index in range(1, self.size):
+            self._socket.send_multipart([worker_identity(index), payload])
 
-    def form(self, form: Form) -> None:
-        """The workers begin to form the groups of an attempt, as their leader does now."""
-        self._tell(form)
+    def take_moved(self) -> Iterator[Moved]:
+        """How copying experts ended on workers that have said so since the last call."""
+        while self._socket.poll(0):
+            _, message = self._receive()
+            if isinstance(message, Moved):
+                yield message
 
     def wait_formed(self, attempt: int) -> None:
         """`GroupError` if a worker could not."""
@@ -169,12 +176,6 @@ class Team:
                 raise GroupError(message.error)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
-
-    def _tell(self, message: ToWorker) -> None:
-        self._check()
-        payload = encode(message)
-        for index in range(1, self.size):
-            self._socket.send_multipart([worker_identity(index), payload])
 
     def _hear_all(
         self, kind: type[_Heard], timeout_s: float, is_meant: Callable[[_Heard], bool] = lambda found: True
@@ -194,15 +195,14 @@ class Team:
                 raise GroupError(self._failure)
             if time.monotonic() > end_s:
                 raise GroupError(f"a worker of the rank did not say {what} in time")
+        return self._receive()
+
+    def _receive(self) -> tuple[bytes, FromWorker]:
         identity, payload = self._socket.recv_multipart()
         message = decode_from_worker(payload)
         if isinstance(message, WorkerFailed):
             raise (ConfigError if message.permanent else GroupError)(message.message)
         return identity, message
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise GroupError(self._failure)
 
     def _watch(self) -> None:
         index, how = asyncio.run(self._first_death())

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from nobiru.config import EngineConfig
-from nobiru.engine.messages import Form
+from nobiru.engine.messages import Form, Moved, MoveExperts, Vacate
 from nobiru.generation import CausalInput, GenerationInput, SampleRequest, SamplingParams
 
 # What is drawn from the logits is the leader's business.
@@ -61,7 +61,15 @@ class IdleStep(msgspec.Struct, frozen=True, array_like=True, tag="idle_step", kw
     """Compute for other ranks, without tokens."""
 
 
-ToWorker = Allocate | Step | IdleStep | Form
+class CollectLoads(msgspec.Struct, frozen=True, array_like=True, tag="collect_loads", kw_only=True):
+    """Add up with the others where tokens went."""
+
+
+class Switch(msgspec.Struct, frozen=True, array_like=True, tag="switch", kw_only=True):
+    """All ranks have copied their experts: use the new placement from now on."""
+
+
+ToWorker = Allocate | Step | IdleStep | CollectLoads | Form | MoveExperts | Switch | Vacate
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready", kw_only=True):
@@ -86,7 +94,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="worker_fai
     permanent: bool
 
 
-FromWorker = Ready | ShareLoaded | WorkerFormed | WorkerFailed
+FromWorker = Ready | ShareLoaded | WorkerFormed | WorkerFailed | Moved
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
