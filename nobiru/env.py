@@ -138,7 +138,7 @@ def tokenize_in_calling_thread() -> None:
 
 
 def report_no_ray_usage() -> None:
-    """Keep a Ray cluster that the server starts from reporting its use to Ray's makers, unless the user wants it to."""
+    """Keep a Ray cluster that this process starts from reporting its use to Ray's makers, unless the user wants it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 

@@ -1,13 +1,14 @@
 """Where the ranks of a server run, and how they and the server reach each other: on this machine, or on a Ray cluster.
 
-Owns the choice of launcher, of the socket's address and of the recorder. Ray is imported with its backend only.
+Owns the choice of launcher, of addresses and of the recorder. Ray is imported with its backend only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -16,12 +17,10 @@ import zmq
 from nobiru import env
 from nobiru.config import EngineConfig
 from nobiru.elastic.launcher.local import LocalLauncher
+from nobiru.engine.heart import Hearts
 from nobiru.engine.rank_spec import RankSpec
-from nobiru.engine.recorder import FlightRecorder, Recorder, RemoteRecorder
+from nobiru.engine.recorder import FlightRecorder, Recorder
 from nobiru.engine.supervisor import RankProcess
-
-# Makes the description of a rank that inherits such a descriptor, or none.
-Describe = Callable[[int | None], RankSpec]
 
 
 class Backend(Protocol):
@@ -33,14 +32,16 @@ class Backend(Protocol):
     @property
     def endpoint(self) -> str: ...
 
-    def launch(self, describe: Describe) -> tuple[RankProcess, Recorder]:
-        """Begin a rank's process; `OSError` when the system cannot start one."""
+    def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
+        """Begin a rank's process; `OSError` when the system cannot start one. Also before `open`."""
         ...
 
-    def bind(self, router: zmq.Socket[Any]) -> None: ...
+    async def open(self, router: zmq.Socket[Any]) -> None:
+        """Bind the server's socket, and whatever else it listens to."""
+        ...
 
-    def close(self) -> None:
-        """When all ranks have ended. May take seconds."""
+    async def close(self) -> None:
+        """When all ranks have ended."""
         ...
 
 
@@ -54,19 +55,20 @@ class LocalBackend:
         self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
         self._recorder_capacity = recorder_capacity
 
-    def launch(self, describe: Describe) -> tuple[RankProcess, Recorder]:
+    def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
         recorder = FlightRecorder.create(self._recorder_capacity)
+        spec = msgspec.structs.replace(spec, recorder_fd=recorder.fd)
         try:
-            process = self._launcher.launch(msgspec.json.encode(describe(recorder.fd)), pass_fds=[recorder.fd])
+            process = self._launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd])
         except OSError:
             recorder.close()
             raise
         return process, recorder
 
-    def bind(self, router: zmq.Socket[Any]) -> None:
+    async def open(self, router: zmq.Socket[Any]) -> None:
         router.bind(self.endpoint)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing is held."""
 
 
@@ -76,28 +78,34 @@ class RayBackend:
     def __init__(self, config: EngineConfig, *, environment: Mapping[str, str]) -> None:
         from nobiru.elastic.launcher.ray import RayLauncher
 
+        threads, workers = config.num_threads, config.tensor_parallel_size
         self._launcher = RayLauncher(
             "nobiru.engine.remote_rank:main",
             address=config.ray_address,
             environment={name: environment[name] for name in env.REMOTE_RANK_VARIABLES if name in environment},
             num_ranks=config.data_parallel_size,
-            cpus_per_rank=config.num_threads,
+            cpus_per_rank=None if threads is None else threads * workers,
         )
         self.host = self._launcher.host
-        # Listens from now on: ranks are told the port before the server's event loop runs.
+        # Both listen from now on: ranks are told the ports before the server's event loop runs.
+        self._hearts = Hearts(self.host)
         self._listener = socket.create_server((self.host, 0))
         self.endpoint = f"tcp://{self.host}:{self._listener.getsockname()[1]}"
 
-    def launch(self, describe: Describe) -> tuple[RankProcess, Recorder]:
-        return self._launcher.launch(msgspec.json.encode(describe(None))), RemoteRecorder()
+    def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
+        recorder = self._hearts.expect(spec.rank_id)
+        spec = msgspec.structs.replace(spec, heart=self._hearts.address)
+        return self._launcher.launch(msgspec.json.encode(spec)), recorder
 
-    def bind(self, router: zmq.Socket[Any]) -> None:
+    async def open(self, router: zmq.Socket[Any]) -> None:
         router.setsockopt(zmq.USE_FD, self._listener.detach())
         router.bind(self.endpoint)
+        await self._hearts.start()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._listener.close()
-        self._launcher.close()
+        await self._hearts.close()
+        await asyncio.to_thread(self._launcher.close)
 
 
 def make_backend(config: EngineConfig, *, environment: Mapping[str, str], recorder_capacity: int) -> Backend:

@@ -28,13 +28,10 @@ from nobiru.engine.ledger import Entry, Ledger
 from nobiru.engine.messages import (
     Abort,
     Awake,
-    Beat,
     Crashed,
     EngineState,
-    Executing,
     ExpertLoads,
     Formed,
-    Heard,
     Idle,
     Loaded,
     Moved,
@@ -47,8 +44,8 @@ from nobiru.engine.messages import (
     Suspended,
     Switched,
 )
-from nobiru.engine.rank_spec import STORE_IDENTITY, RankSpec, heart_identity
-from nobiru.engine.recorder import Recorder, RemoteRecorder
+from nobiru.engine.rank_spec import STORE_IDENTITY, RankSpec
+from nobiru.engine.recorder import Recorder
 from nobiru.engine.supervisor import Rank, RankProcess
 from nobiru.errors import UnavailableError
 from nobiru.generation import GenerationRequest
@@ -141,7 +138,7 @@ class ZmqClient:
         socket.setsockopt(zmq.LINGER, 0)
         for option in (zmq.SNDHWM, zmq.RCVHWM):  # the queue is bounded by admission, in tokens
             socket.setsockopt(option, 0)
-        self._backend.bind(socket)
+        await self._backend.open(socket)
         self._receiver = asyncio.create_task(self._receive(socket), name="rank-messages")
         self._group.start()
         if self._experts is not None:
@@ -166,7 +163,7 @@ class ZmqClient:
         if self._context is not None and self._socket is not None:
             self._socket.close()
             self._context.term()
-        await asyncio.to_thread(self._backend.close)
+        await self._backend.close()
 
     async def embed(self, request: PoolingRequest) -> Vectors:
         """The vectors [N, D] of a request. Raises `NobiruError`; cancelling the caller aborts the work."""
@@ -248,17 +245,15 @@ class ZmqClient:
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
     def _launch(self, position: int, rank_id: str) -> tuple[RankProcess, Recorder]:
-        return self._backend.launch(
-            lambda recorder_fd: RankSpec(
-                rank_id=rank_id,
-                position=position,
-                endpoint=self._backend.endpoint,
-                recorder_fd=recorder_fd,
-                slots=self._experts.balance.slots_of(position) if self._experts is not None else None,
-                engine=self._config,
-                log_level=self._log_level,
-            )
+        spec = RankSpec(
+            rank_id=rank_id,
+            position=position,
+            endpoint=self._backend.endpoint,
+            slots=self._experts.balance.slots_of(position) if self._experts is not None else None,
+            engine=self._config,
+            log_level=self._log_level,
         )
+        return self._backend.launch(spec)
 
     def _on_loaded(self, rank: Rank, message: Loaded) -> None:
         self.model_info = dict(message.info)
@@ -319,8 +314,6 @@ class ZmqClient:
                 self._step_done(rank, message)
             case Idle():
                 self._observe(rank, message.state)
-            case Beat() | Executing():
-                self._record(rank, message)
             case Formed() | Suspended() | Awake() | ExpertLoads() | Moved() | Switched():
                 assert self._experts is not None, "only expert-parallel ranks say so"
                 self._experts.handle(rank.rank_id, message)
@@ -332,15 +325,6 @@ class ZmqClient:
                 self._group.supervisor_of(rank).loaded(rank, message)
             case StartFailed() | Crashed():
                 self._group.supervisor_of(rank).says_why(rank, message)
-
-    def _record(self, rank: Rank, message: Beat | Executing) -> None:
-        """What a rank on another machine wants to be remembered."""
-        assert isinstance(rank.recorder, RemoteRecorder)
-        if isinstance(message, Executing):
-            rank.recorder.step_begins(np.frombuffer(message.seq_ids, dtype="<i8").tolist())
-        else:
-            rank.recorder.beat()
-            self._send_to(heart_identity(rank.rank_id), Heard())
 
     def _step_done(self, rank: Rank, done: StepDone) -> None:
         rank.has_worked = True

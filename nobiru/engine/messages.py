@@ -121,11 +121,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", kw_only=Tru
     """End."""
 
 
-class Heard(msgspec.Struct, frozen=True, array_like=True, tag="heard", kw_only=True):
-    """A `Beat` has arrived: the server lives, and counts on this rank. To the socket that it came from."""
-
-
-ToRank = Add | Generate | Form | Begin | Wake | MoveExperts | Vacate | Abandon | Abort | Probe | Stop | Heard
+ToRank = Add | Generate | Form | Begin | Wake | MoveExperts | Vacate | Abandon | Abort | Probe | Stop
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -274,23 +270,11 @@ class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probe_done", 
     nonce: int
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat", kw_only=True):
-    """This rank, on another machine, lives. Answered with `Heard`."""
-
-
-class Executing(msgspec.Struct, frozen=True, array_like=True, tag="executing", kw_only=True):
-    """A rank on another machine begins a step of these sequences (int64 bytes); none: its step has ended."""
-
-    seq_ids: bytes
-
-
 FromRank = (
     Loaded
     | StartFailed
     | Crashed
     | StoreReady
-    | Beat
-    | Executing
     | Formed
     | Suspended
     | Awake

@@ -17,7 +17,7 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One JSON line. `recorder_fd` is an inherited descriptor, None on another machine.
+    """One JSON line. `recorder_fd` is an inherited descriptor; on another machine, `heart` is an address instead.
 
     `slots` says which expert of each MoE layer goes into which slot; None: as at the first start. `host` is the address
     at which other ranks reach this one.
@@ -27,7 +27,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     slots: list[list[int]] | None = None
     endpoint: str
-    recorder_fd: int | None
+    recorder_fd: int | None = None
+    heart: str | None = None
     engine: EngineConfig
     log_level: str = "info"
     host: str = "127.0.0.1"
@@ -36,8 +37,3 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 def control_identity(rank_id: str) -> str:
     """Of the socket at which a rank can be reached in the middle of a step."""
     return f"{rank_id}/control"
-
-
-def heart_identity(rank_id: str) -> str:
-    """Of the socket from which a rank on another machine gives signs of life."""
-    return f"{rank_id}/heart"

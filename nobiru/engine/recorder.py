@@ -2,8 +2,8 @@
 
 Owns two facts no message could carry in time: which sequences were being executed when the process died, and when the
 process last gave a sign of life. One writer (the rank), one reader (whoever launched it); the memory is an anonymous
-file whose descriptor the rank inherits, so nothing is left behind. A rank on another machine has to send messages
-after all, just before each step, and `RemoteRecorder` is what they said.
+file whose descriptor the rank inherits, so nothing is left behind. A rank on another machine has to send them
+after all, just before each step (`nobiru.engine.heart`), and `RemoteRecorder` is what has arrived.
 
 Layout (little endian): heartbeat as float64 seconds of the machine's monotonic clock; a step's number of sequences as
 int64, 0 between steps; then their ids as int64. A step's ids are written before its number.
@@ -99,6 +99,7 @@ class RemoteRecorder:
     def __init__(self) -> None:
         self.seq_ids: list[int] = []
         self.heartbeat_s = 0.0
+        self.is_closed = False
 
     def step_begins(self, seq_ids: Sequence[int]) -> None:
         self.seq_ids = list(seq_ids)
@@ -107,7 +108,8 @@ class RemoteRecorder:
         self.heartbeat_s = time.monotonic()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """The rank is not wanted any more."""
+        self.is_closed = True
 
 
 def _anonymous_file() -> int:

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from nobiru.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S = 10.0
 PLACE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
 POLL_S = 0.5
@@ -43,25 +45,25 @@ class RankHost:
     def __init__(self) -> None:
         self._exit_code: Future[int] = Future()
 
-    def start(self, entry: str, spec: bytes, environment: Mapping[str, str], num_threads: int) -> tuple[int, str]:
-        """Run `entry(spec, host=..., num_threads=...)`; the process id, and the address of this node."""
+    def start(self, entry: str, spec: bytes, environment: Mapping[str, str], num_cpus: int) -> tuple[int, str]:
+        """Run `entry(spec, host=..., num_cpus=...)`; the process id, and the address of this node."""
         import ray
 
         os.environ.update(environment)  # nothing that reads it has been imported
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        os.environ["OMP_NUM_THREADS"] = str(num_cpus)
         host = ray.util.get_node_ip_address()
-        threading.Thread(target=self._run, args=(entry, spec, host, num_threads), name="rank", daemon=True).start()
+        threading.Thread(target=self._run, args=(entry, spec, host, num_cpus), name="rank", daemon=True).start()
         return os.getpid(), host
 
     async def ended(self) -> int:
         """The exit code of the entry point, when it has ended."""
         return await asyncio.wrap_future(self._exit_code)
 
-    def _run(self, entry: str, spec: bytes, host: str, num_threads: int) -> None:
+    def _run(self, entry: str, spec: bytes, host: str, num_cpus: int) -> None:
         module, _, function = entry.partition(":")
         try:
             main = getattr(importlib.import_module(module), function)
-            self._exit_code.set_result(main(spec, host=host, num_threads=num_threads))
+            self._exit_code.set_result(main(spec, host=host, num_cpus=num_cpus))
         except BaseException as error:
             self._exit_code.set_exception(error)
 
@@ -169,7 +171,7 @@ class RayLauncher:
     """Launches `entry` ("package.module:function") in actors. `host` is this machine's address in the cluster.
 
     Connects to the cluster at `address`; None: the one that runs here, or a new one that ends with this process. Each
-    rank gets `cpus_per_rank` CPUs and as many threads; None: as many as `num_ranks` ranks can have of this cluster.
+    rank gets `cpus_per_rank` CPUs; None: as many as `num_ranks` ranks can have of this cluster.
     `ConfigError` when Ray is not installed or no cluster answers.
     """
 
@@ -222,12 +224,32 @@ def share_cpus(cpus_of_nodes: Sequence[int], num_ranks: int) -> int:
 def _connect(address: str | None) -> None:
     import ray
 
-    env.report_no_ray_usage()
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(
+            f"ray_address is {address!r}: the server has to be on a node of the cluster, and not a client of it",
+            param="ray_address",
+        )
+    if address is not None:
+        _look_for(address)
+    options = {"include_dashboard": False, "logging_level": logging.WARNING}
     with _same_sigterm_handler():
         try:
-            ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+            ray.init(address=address or "auto", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"no Ray cluster can be used at {address}: {error}", param="ray_address") from error
+            if address is not None or not isinstance(error, ConnectionError):
+                raise ConfigError(f"no Ray cluster can be used: {error}", param="ray_address") from error
+            logger.warning("there is no Ray cluster here: starting one that ends with this process")
+            env.report_no_ray_usage()
+            ray.init(**options)
+
+
+def _look_for(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no Ray cluster answers at ray_address {address!r}: {error}", param="ray_address") from error
 
 
 @contextmanager
@@ -248,9 +270,11 @@ def _in_words(error: Exception) -> str:
     import ray
 
     text = str(error)
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "cannot be reached any more"
     if isinstance(error, ray.exceptions.RayActorError):
         reason = text.partition("The actor is dead because ")[2] or text
-        return f"was an actor that ended: {reason.partition(' Some common causes')[0].strip()}"
+        return f"was an actor that is dead because {reason.partition('. ')[0].strip()}"
     if isinstance(error, ray.exceptions.RayTaskError):
         return f"failed with {text.strip().splitlines()[-1]}"
     return f"could not be run: {type(error).__name__}: {text}"

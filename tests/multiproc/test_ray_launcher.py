@@ -1,0 +1,177 @@
+"""Ranks as actors of a Ray cluster of two nodes: the same texts, deaths of ranks and nodes, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from generation_requests import CACHE, GREEDY, PROMPTS, generation, text_of, texts_of
+from ranks import is_alive, running, until
+
+from nobiru import LLM
+from nobiru.elastic.launcher import ray as launcher_module
+from nobiru.elastic.launcher.ray import RayLauncher
+from nobiru.engine.client import ZmqClient
+from nobiru.errors import ConfigError, RequestKilledRankError
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SMALL = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
+TESTS = Path(__file__).parents[1]
+POISON = 77
+
+
+class Nodes:
+    """A cluster on this machine: a node for the test itself, and two with one CPU each, so with room for one rank."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SMALL})
+        self._nodes = [self._cluster.add_node(num_cpus=1, **SMALL) for _ in range(2)]
+        self.address: str = self._cluster.address
+
+    def replace_one(self) -> None:
+        """A machine dies, and another comes."""
+        self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
+        self._nodes.append(self._cluster.add_node(wait=False, num_cpus=1, **SMALL))
+
+    def end(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        nodes = Nodes()
+        try:
+            yield nodes
+        finally:
+            nodes.end()
+
+
+@pytest.fixture
+def launcher(nodes: Nodes) -> Iterator[RayLauncher]:
+    launcher = RayLauncher(
+        "ray_entries:run", address=nodes.address, environment={"NOBIRU_FAULT_INJECTION": "5"}, num_ranks=2
+    )
+    yield launcher
+    launcher.close()
+    assert not ray.is_initialized()
+
+
+def assert_nothing_is_left(nodes: Nodes) -> None:
+    """All CPUs are free again and all placement groups removed, soon after."""
+    ray.init(address=nodes.address)
+    try:
+        asyncio.run(until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], 10))
+        assert {each["state"] for each in ray.util.placement_group_table().values()} <= {"REMOVED"}
+    finally:
+        ray.shutdown()
+
+
+def rank_pids(client: ZmqClient) -> list[int]:
+    return [rank["pid"] for rank in client.status()["ranks"] if rank["pid"] is not None]
+
+
+def test_experts_spread_over_nodes_and_whatever_dies(nodes: Nodes, tmp_path: Path) -> None:
+    from small_models import make
+
+    model = make("qwen3-moe", tmp_path)
+    llm = LLM(str(model), dtype="float32", num_threads=1, **CACHE)
+    expected = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    seen: list[int] = []
+
+    async def survives(client: ZmqClient, failure: Callable[[], None]) -> None:
+        seen.extend(rank_pids(client))
+        epoch = client.status()["epoch"]
+        work = asyncio.create_task(texts_of(client, PROMPTS * 2))
+        await asyncio.sleep(0.2)
+        assert not work.done()
+        failure()
+        assert await asyncio.wait_for(work, 60) == expected * 2
+        assert client.status()["epoch"] > epoch
+
+    async def main() -> None:
+        on_ray = {"data_parallel_backend": "ray", "ray_address": nodes.address, "enable_expert_parallel": True}
+        faults = "step_delay_ms=20"
+        async with running(model, data_parallel_size=2, rank_timeout_s=3, faults=faults, **on_ray, **CACHE) as client:
+            await until(lambda: client.has_working_rank)
+            assert await texts_of(client, PROMPTS) == expected
+            first, second = rank_pids(client)
+            await survives(client, lambda: os.kill(first, signal.SIGKILL))
+            await survives(client, lambda: os.kill(second, signal.SIGSTOP))
+            await survives(client, nodes.replace_one)
+            assert client.queued_requests == 0
+            seen.extend(rank_pids(client))
+
+    asyncio.run(main())
+    asyncio.run(until(lambda: not any(map(is_alive, seen)), 10))
+    assert_nothing_is_left(nodes)
+
+
+def test_a_prompt_that_kills_ranks_fails_alone(nodes: Nodes, language_model: Path) -> None:
+    """Which needs to be told of each step in time, without memory that outlives the rank."""
+
+    async def main() -> None:
+        on_ray = {"data_parallel_backend": "ray", "ray_address": nodes.address}
+        async with running(language_model, faults=f"kill_on_token={POISON}", **on_ray, **CACHE) as client:
+            poisoned = asyncio.create_task(text_of(client.generate(generation([5, POISON, 6]))))
+            assert all(len(text) == GREEDY.max_tokens for text in await texts_of(client, PROMPTS))
+            with pytest.raises(RequestKilledRankError):
+                await poisoned
+            assert client.status()["epoch"] == 3
+
+    asyncio.run(main())
+
+
+def test_how_a_rank_ended_is_told(launcher: RayLauncher) -> None:
+    async def main() -> None:
+        assert launcher.cpus_per_rank == 1
+        ends = {
+            "return 3": "exited with code 3",
+            "variable NOBIRU_FAULT_INJECTION": "exited with code 5",
+            "raise": "failed with ValueError: the entry point failed",
+            "die": "was an actor that is dead because its worker process has died",
+        }
+        for what, how in ends.items():
+            assert (await asyncio.wait_for(launcher.launch(what.encode()).wait_dead(), 30)).startswith(how)
+
+    asyncio.run(main())
+
+
+def test_a_rank_without_a_place_and_one_that_is_killed(
+    launcher: RayLauncher, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module, "PLACE_TIMEOUT_S", 0.5)
+    launcher.cpus_per_rank = 2
+
+    async def main() -> None:
+        assert "no node of the Ray cluster with 2 free CPUs" in await launcher.launch(b"wait").wait_dead()
+        launcher.cpus_per_rank = 1
+        rank = launcher.launch(b"wait")
+        await until(lambda: rank.pid is not None)
+        assert rank.node == launcher.host
+        assert not rank.join(0.1)
+        assert "killed" in await rank.wait_dead()
+        rank.kill()
+        rank.close()
+        at_once = launcher.launch(b"wait")
+        at_once.kill()
+        assert "was ended before" in await at_once.wait_dead()
+
+    asyncio.run(main())
+    launcher.close()
+    assert_nothing_is_left(nodes)
+
+
+def test_a_cluster_that_does_not_answer() -> None:
+    with pytest.raises(ConfigError, match="no Ray cluster answers at ray_address"):
+        RayLauncher("ray_entries:run", address="127.0.0.1:1", environment={}, num_ranks=1)
