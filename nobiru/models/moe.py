@@ -30,6 +30,8 @@ Slots = NDArray[np.integer]
 # Slots themselves, or what they are for the numbers of MoE layers and of experts.
 SlotChoice = Slots | Callable[[int, int], Slots]
 
+# An expert with this many rows computes for longer than its weights take to read.
+_BUSY_ROWS = 32
 _NUM_EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -109,6 +111,11 @@ class MoeParts:
     def expert_bytes(self) -> int:
         """Memory of one expert of one layer, which is what has to be copied to move it."""
         return self.banks[0].slot_bytes
+
+    @property
+    def min_share_tokens(self) -> int:
+        """How many tokens a thread should have if each of several computes some tokens, and all read the experts."""
+        return -(-_BUSY_ROWS * self.num_experts // self._mlps[0].top_k)
 
     @property
     def is_reentrant(self) -> bool:

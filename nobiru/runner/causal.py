@@ -173,7 +173,9 @@ class CausalRunner:
         on_cuda = self._device.type == "cuda"
         # Padding rows of captured steps write into one block more, which no sequence gets.
         self._cache = allocate_cache(shape, num_blocks + on_cuda, self._device)
-        if on_cuda and block_table_serves(self._device, shape.dtype, shape.head_size, block_size):
+        # Experts' row counts are read on the host, which cannot be captured.
+        is_fixed = self._model.moe is None
+        if on_cuda and is_fixed and block_table_serves(self._device, shape.dtype, shape.head_size, block_size):
             self._graphs = DecodeGraphs(
                 lambda token_ids_T, layout: self._model.forward(token_ids_T, layout, self._cache),
                 cuda_capture(),
@@ -249,6 +251,7 @@ class CausalRunner:
                 self._threads.num_threads,
                 self._folder.hidden_size,
                 starts=[each.start for each in inputs],
+                min_share_tokens=0 if self._model.moe is None else self._model.moe.min_share_tokens,
             )
             if shares is not None:
                 return self._threads.map(lambda share: self._run_share(inputs, share), shares)

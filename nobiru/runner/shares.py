@@ -29,14 +29,21 @@ _MAX_IMBALANCE = 1.5
 
 
 def plan_shares(
-    lengths: Sequence[int], num_shares: int, hidden_size: int, *, starts: Sequence[int] | None = None
+    lengths: Sequence[int],
+    num_shares: int,
+    hidden_size: int,
+    *,
+    starts: Sequence[int] | None = None,
+    min_share_tokens: int = 0,
 ) -> list[list[int]] | None:
     """The numbers of the sequences in each share, or None if the batch is better run as a whole.
 
     Longest first, each into the share with the least work so far. A token's work is that of its linear layers plus
     attention, which grows with the length of its sequence: `starts` tokens computed before, and those of this batch.
+    Each share reads all weights, which pays from `min_share_tokens` on.
     """
-    if num_shares < 2 or len(lengths) < num_shares or sum(lengths) < _MIN_TOKENS_PER_THREAD * num_shares**2:
+    min_tokens = max(_MIN_TOKENS_PER_THREAD * num_shares**2, min_share_tokens * num_shares)
+    if num_shares < 2 or len(lengths) < num_shares or sum(lengths) < min_tokens:
         return None
     before = starts or [0] * len(lengths)
     work = [length * (6 * hidden_size + start + length) for start, length in zip(before, lengths, strict=True)]

@@ -45,6 +45,11 @@ def test_other_batches_stay_whole(lengths: list[int], num_shares: int) -> None:
     assert plan_shares(lengths, num_shares, HIDDEN) is None
 
 
+def test_shares_too_small_to_pay_for_reading_the_weights() -> None:
+    assert plan_shares([1] * 100, 2, HIDDEN, min_share_tokens=51) is None
+    assert plan_shares([1] * 102, 2, HIDDEN, min_share_tokens=51) is not None
+
+
 def test_longer_sequences_cost_more_than_their_tokens() -> None:
     lengths = [512, *([16] * 32), *([16] * 4)]
     shares = plan_shares(lengths, 2, HIDDEN)
