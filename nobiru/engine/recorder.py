@@ -2,8 +2,8 @@
 
 Owns two facts no message could carry in time: which sequences were being executed when the process died, and when the
 process last gave a sign of life. One writer (the rank), one reader (whoever launched it); the memory is an anonymous
-file whose descriptor the rank inherits, so nothing is left behind. A rank on another machine has to send them
-after all, just before each step (`nobiru.engine.heart`), and `RemoteRecorder` is what has arrived.
+file whose descriptor the rank inherits, so nothing is left behind. A rank on another machine has to tell
+them over a connection after all (`nobiru.engine.heart`), and `RemoteRecorder` is what has arrived.
 
 Layout (little endian): heartbeat as float64 seconds of the machine's monotonic clock; a step's number of sequences as
 int64, 0 between steps; then their ids as int64. A step's ids are written before its number.

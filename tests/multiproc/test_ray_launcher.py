@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from nobiru import LLM
 from nobiru.elastic.launcher import ray as launcher_module
 from nobiru.elastic.launcher.ray import RayLauncher
 from nobiru.engine.client import ZmqClient
-from nobiru.errors import ConfigError, RequestKilledRankError
+from nobiru.errors import RequestKilledRankError
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -84,7 +86,7 @@ def rank_pids(client: ZmqClient) -> list[int]:
 def test_experts_spread_over_nodes_and_whatever_dies(nodes: Nodes, tmp_path: Path) -> None:
     from small_models import make
 
-    model = make("qwen3-moe", tmp_path)
+    model = make("mixtral", tmp_path)
     llm = LLM(str(model), dtype="float32", num_threads=1, **CACHE)
     expected = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     seen: list[int] = []
@@ -172,6 +174,24 @@ def test_a_rank_without_a_place_and_one_that_is_killed(
     assert_nothing_is_left(nodes)
 
 
-def test_a_cluster_that_does_not_answer() -> None:
-    with pytest.raises(ConfigError, match="no Ray cluster answers at ray_address"):
-        RayLauncher("ray_entries:run", address="127.0.0.1:1", environment={}, num_ranks=1)
+def test_no_rank_outlives_a_killed_server(nodes: Nodes) -> None:
+    code = """
+import sys, time
+from nobiru.elastic.launcher.ray import RayLauncher
+ranks = [
+    RayLauncher("ray_entries:run", address=sys.argv[1], environment={}, num_ranks=2).launch(b"wait") for _ in range(2)
+]
+while not all(rank.pid for rank in ranks):
+    time.sleep(0.05)
+print(*(rank.pid for rank in ranks), flush=True)
+time.sleep(60)
+"""
+    server = subprocess.Popen([sys.executable, "-c", code, nodes.address], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    pids = [int(pid) for pid in server.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(is_alive, pids))
+    server.kill()
+    server.wait()
+    asyncio.run(until(lambda: not any(map(is_alive, pids)), 10))
+    assert_nothing_is_left(nodes)
