@@ -121,17 +121,23 @@ class Experts:
         compute: torch.dtype,
         stored: torch.dtype,
         device: torch.device,
+        is_gated: bool = True,
     ) -> None:
-        """Arithmetic in `compute`, with weights that `stored` holds exactly."""
-        wide = choose_layout(2 * intermediate_size, hidden_size, compute=compute, stored=stored, device=device)
+        """Arithmetic in `compute`, with weights that `stored` holds exactly.
+
+        Experts that are not `is_gated` are down(activation(up x)); what is said of A = 2 I rows is of I then.
+        """
+        num_wide = (1 + is_gated) * intermediate_size
+        wide = choose_layout(num_wide, hidden_size, compute=compute, stored=stored, device=device)
         narrow = choose_layout(hidden_size, intermediate_size, compute=compute, stored=stored, device=device)
         self.num_slots = num_slots
         self.hidden_size = hidden_size
         self.dtype = compute
-        self.layout_id = f"{wide.name}-{hidden_size}x{intermediate_size}"
+        self.layout_id = f"{wide.name}-{hidden_size}x{num_wide}x{intermediate_size}"
         # What of a slot's memory holds weights; the rest fills up its last page.
         self.slot_bytes = wide.num_bytes + narrow.num_bytes
         self._activation = activation
+        self._is_gated = is_gated
         self._memory = _PagedMemory(num_slots, self.slot_bytes, device)
         self._gate_up = wide.make(self._memory.rows[:, : wide.num_bytes])
         self._down = narrow.make(self._memory.rows[:, wide.num_bytes : self.slot_bytes])
@@ -141,7 +147,9 @@ class Experts:
         if not rows_NC.shape[0]:
             return rows_NC
         groups = RowGroups(counts_S)
-        return self._down(gated_product(self._gate_up(rows_NC, groups), self._activation), groups)
+        wide_NA = self._gate_up(rows_NC, groups)
+        narrow_NI = gated_product(wide_NA, self._activation) if self._is_gated else self._activation.apply(wide_NA)
+        return self._down(narrow_NI, groups)
 
     def write(self, slot: int, gate_up_AC: Tensor, down_CI: Tensor) -> None:
         """Put an expert's weights, A = 2 I rows of gate and up and those of down, into a slot."""

@@ -22,6 +22,7 @@ from nobiru.models.mistral import load_mistral
 from nobiru.models.mixtral import load_mixtral
 from nobiru.models.moe import MoeParts, SlotChoice
 from nobiru.models.mpnet import load_mpnet
+from nobiru.models.nomic_moe import has_experts, load_nomic_moe
 from nobiru.models.olmoe import load_olmoe
 from nobiru.models.qwen import load_qwen2, load_qwen3
 from nobiru.models.qwen_moe import load_qwen2_moe, load_qwen3_moe
@@ -123,6 +124,8 @@ SPREAD_MOE: Mapping[str, SpreadMoeLoader] = MappingProxyType(
 
 def load_encoder(folder: ModelFolder, precision: Precision, device: torch.device) -> Encoder:
     """The encoder of a folder; `ModelFolderError` names what cannot be honoured."""
+    if folder.model_type == "nomic_bert" and has_experts(folder.config):
+        return load_nomic_moe(folder, precision, device)
     return NATIVE.get(folder.model_type, load_fallback)(folder, precision, device)
 
 
