@@ -361,7 +361,7 @@ def main() -> None:
     assert spec.recorder_fd is not None
     recorder = FlightRecorder.attach(spec.recorder_fd)
     in_background("parent-watch", end_with_parent)
-    in_background("heartbeat", lambda: _beat(recorder))
+    in_background("heartbeat", lambda: beat(recorder))
     context = zmq.Context()
     socket = connect(context, spec, spec.rank_id)
     exit_code = serve(spec, context, socket, recorder)
@@ -455,7 +455,7 @@ def end_with_parent() -> None:
     os._exit(3)
 
 
-def _beat(recorder: FlightRecorder) -> None:
+def beat(recorder: FlightRecorder) -> None:
     while True:
         recorder.beat()
         time.sleep(HEARTBEAT_S)

@@ -25,6 +25,7 @@ from nobiru import env
 from nobiru.config import EngineConfig
 from nobiru.elastic.launcher.local import LocalLauncher, LocalProcess
 from nobiru.engine.messages import Moved
+from nobiru.engine.recorder import FlightRecorder
 from nobiru.engine.team_messages import (
     Allocate,
     FromWorker,
@@ -52,6 +53,9 @@ LOAD_TIMEOUT_S = 600.0
 FORM_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 POLL_MS = 100
+WATCH_INTERVAL_S = 0.5
+# A worker whose heart has not beaten for so long is killed.
+SILENCE_S = 10.0
 
 _Heard = TypeVar("_Heard", Ready, ShareLoaded, WorkerFormed)
 
@@ -83,6 +87,8 @@ class Team:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._processes: list[LocalProcess] = []
+        self._recorders: list[FlightRecorder] = []
+        self._watcher = threading.Thread(target=self._watch, name="worker-watch", daemon=True)
         self._meeting: TCPStore | None = None
         self._failure: str | None = None
         self._is_closing = False
@@ -112,19 +118,22 @@ class Team:
             "nobiru.engine.worker:main", environment=env.rank_environment(num_threads=self._num_threads)
         )
         for index in range(1, self.size):
+            recorder = FlightRecorder.create(capacity=0)
+            self._recorders.append(recorder)
             spec = WorkerSpec(
                 index=index,
                 position=self._place.position,
                 slots=None if self._place.slots is None else [list(each) for each in self._place.slots],
                 endpoint=endpoint,
+                recorder_fd=recorder.fd,
                 store_port=meeting.port,
                 host=self._place.host,
                 engine=self._config,
                 num_threads=self._num_threads,
                 log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
             )
-            self._processes.append(launcher.launch(msgspec.json.encode(spec), pass_fds=()))
-        threading.Thread(target=self._watch, name="worker-watch", daemon=True).start()
+            self._processes.append(launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd]))
+        self._watcher.start()
         self._hear_all(Ready, MEET_TIMEOUT_S)
         self.group.join(meet(meeting.port, self.group.shard, self._config.step_timeout_s))
 
@@ -140,6 +149,10 @@ class Team:
             process.close()
         for process in self._processes:
             process.join(STOP_TIMEOUT_S)
+        if self._watcher.is_alive():
+            self._watcher.join(STOP_TIMEOUT_S)
+        while self._recorders:
+            self._recorders.pop().close()
         self.group.leave()
         if not self._socket.closed:
             self._socket.close()
@@ -160,7 +173,10 @@ class Team:
             raise GroupError(self._failure)
         payload = encode(message)
         for index in range(1, self.size):
-            self._socket.send_multipart([worker_identity(index), payload])
+            try:
+                self._socket.send_multipart([worker_identity(index), payload])
+            except zmq.ZMQError as error:  # the news of its death is on its way
+                raise GroupError(f"worker {index} of the rank does not listen: {error}") from error
 
     def take_moved(self) -> Iterator[Moved]:
         """How copying experts ended on workers that have said so since the last call."""
@@ -214,10 +230,22 @@ class Team:
         self.on_death()
 
     async def _first_death(self) -> tuple[int, str]:
+        """The number of the worker, and how it ended. Kills those that give no sign of life."""
         waits = [asyncio.create_task(process.wait_dead()) for process in self._processes]
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        first = done.pop()
-        return waits.index(first) + 1, first.result()
+        last_look_s = time.monotonic()
+        while True:
+            done, _ = await asyncio.wait(waits, timeout=WATCH_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                first = done.pop()
+                return waits.index(first) + 1, first.result()
+            now_s = time.monotonic()
+            held_up_s, last_look_s = now_s - last_look_s - WATCH_INTERVAL_S, now_s
+            if held_up_s > SILENCE_S / 2:
+                continue  # this machine, not a worker, stood still
+            for process, recorder in zip(self._processes, self._recorders, strict=True):
+                if recorder.heartbeat_s and now_s - recorder.heartbeat_s > SILENCE_S:
+                    logger.error("process %d, a worker, gives no sign of life", process.pid)
+                    process.kill()
 
 
 def worker_identity(index: int) -> bytes:

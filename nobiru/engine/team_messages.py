@@ -24,13 +24,15 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One JSON line on the worker's standard input: what to load as worker `index` of the rank at `position`.
 
     `slots` is what the whole rank holds of experts, if not what it would at the first start. `store_port` is where the
-    rank's workers meet. Other ranks reach this one at the address `host`.
+    rank's workers meet, `recorder_fd` an inherited descriptor: where the heart beats. Other ranks reach this one at the
+    address `host`.
     """
 
     index: int
     position: int
     slots: list[list[int]] | None
     endpoint: str
+    recorder_fd: int
     store_port: int
     host: str
     engine: EngineConfig

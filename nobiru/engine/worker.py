@@ -19,7 +19,8 @@ import zmq
 
 from nobiru.engine.expert_member import ExpertMember
 from nobiru.engine.messages import Form, MoveExperts, Vacate
-from nobiru.engine.rank import end_with_parent, in_background
+from nobiru.engine.rank import beat, end_with_parent, in_background
+from nobiru.engine.recorder import FlightRecorder
 from nobiru.engine.shares import load_share, make_member
 from nobiru.engine.team import Place, meet, worker_identity
 from nobiru.engine.team_messages import (
@@ -55,7 +56,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
     logging.basicConfig(level=spec.log_level.upper(), format=f"worker {spec.index} %(levelname)s %(message)s")
+    recorder = FlightRecorder.attach(spec.recorder_fd)
     in_background("parent-watch", end_with_parent)
+    in_background("heartbeat", lambda: beat(recorder))
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, worker_identity(spec.index))

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from generation_requests import CACHE, GREEDY, PROMPTS, generation, text_of, texts_of
-from ranks import Steps, is_alive, running, until
+from ranks import Steps, children, is_alive, running, until
 from real_models import stories260k
 
 from nobiru import LLM, PoolingParams, SamplingParams
@@ -44,19 +45,6 @@ def check_alike(found: list[Text], expected: list[Text]) -> None:
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, logprobs), (_, others) in zip(found, expected, strict=True):
         np.testing.assert_allclose(logprobs, others, atol=TOLERANCE)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == pid and fields[0] not in "ZX":
-            found.append(int(status.parent.name))
-    return found
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -119,12 +107,19 @@ def test_embeddings(tmp_path: Path) -> None:
         np.testing.assert_allclose(one.outputs.embedding, other.outputs.embedding, atol=TOLERANCE)
 
 
+def open_descriptors() -> list[str]:
+    """What they lead to: sockets and the like without their numbers."""
+    return sorted(os.readlink(entry).partition(":")[0] for entry in Path("/proc/self/fd").iterdir() if entry.exists())
+
+
 def test_workers_end_with_their_llm(language_model: Path) -> None:
-    before = set(children(os.getpid()))
+    make_llm(language_model, 2).close()  # what is opened once for all stays
+    before, descriptors = set(children(os.getpid())), open_descriptors()
     llm = make_llm(language_model, 2)
     assert len(set(children(os.getpid())) - before) == 1
     llm.close()
     assert set(children(os.getpid())) == before
+    assert open_descriptors() == descriptors
     llm.close()
     llm = make_llm(language_model, 2)
     del llm
@@ -254,3 +249,33 @@ def test_a_stopped_worker_is_replaced(language_model: Path) -> None:
             await all_dead(before)
 
     asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def heavy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 38 million parameters, 150 MB."""
+    from small_models import make
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = make("llama", tmp_path_factory.mktemp("heavy"))
+    config = AutoConfig.from_pretrained(folder)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config.update({**sizes, "num_key_value_heads": 8, "head_dim": 64})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_memory_of_each_worker_shrinks(heavy_model: Path) -> None:
+    weight_bytes = (heavy_model / "model.safetensors").stat().st_size
+    assert weight_bytes > 100_000_000
+
+    async def largest(size: int) -> int:
+        async with running(heavy_model, tensor_parallel_size=size, kv_cache_memory_bytes=10_000_000) as client:
+            await until(lambda: client.has_working_rank)
+            pids = all_pids(client)
+            assert len(pids) == size
+            return max(map(anonymous_bytes, pids))
+
+    one, two, four = (asyncio.run(largest(size)) for size in (1, 2, 4))
+    assert one - two > 0.4 * weight_bytes
+    assert two - four > 0.2 * weight_bytes

@@ -1,0 +1,129 @@
+"""Experts spread over the workers of several ranks: the texts of one process, through deaths and moves of experts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from generation_requests import CACHE, PROMPTS, generation, text_of
+from ranks import Steps, children, is_alive, running, until
+from real_models import stories260k
+
+from nobiru import LLM, SamplingParams
+from nobiru.engine.client import ZmqClient
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1, logprobs=0)
+SPREAD: dict[str, Any] = {**CACHE, "enable_expert_parallel": True, "tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def moe_model() -> Path:
+    return stories260k().parent / "stories260K-moe8x-noisy"
+
+
+@pytest.fixture(scope="module")
+def expected(moe_model: Path) -> list[list[int]]:
+    llm = LLM(str(moe_model), dtype="float32", num_threads=1, **CACHE)
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+async def texts_of(client: ZmqClient, prompts: list[list[int]]) -> list[list[int]]:
+    return await asyncio.gather(*(text_of(client.generate(generation(prompt, GREEDY))) for prompt in prompts))
+
+
+def all_pids(client: ZmqClient) -> list[int]:
+    return [pid for rank in client.status()["ranks"] for pid in (rank["pid"], *children(rank["pid"]))]
+
+
+async def all_dead(pids: list[int]) -> None:
+    await until(lambda: not any(map(is_alive, pids)), timeout_s=10)
+
+
+@pytest.mark.parametrize(("size", "redundant"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.slow), (2, 3)])
+def test_the_texts_are_those_of_one_process(
+    moe_model: Path, expected: list[list[int]], size: int, redundant: int
+) -> None:
+    async def main() -> None:
+        options = {"data_parallel_size": size, "num_redundant_experts": redundant}
+        async with running(moe_model, **options, **SPREAD) as client:
+            await until(lambda: client.has_working_rank)
+            assert await texts_of(client, PROMPTS) == expected
+            assert await text_of(client.generate(generation(PROMPTS[2], GREEDY))) == expected[2]
+            assert await client.probe(timeout_s=20)
+            placement = client.status()["placement"]
+            slots = np.concatenate([np.array(each) for each in placement["slots"].values()], axis=1)
+            assert slots.shape[1] == size * 2 * placement["slot_capacity"]
+            for slots_S in slots:
+                assert (slots_S >= 0).sum() == 8 + redundant
+                assert set(slots_S.tolist()) - {-1} == set(range(8))
+            pids = all_pids(client)
+            assert len(pids) == size * 2
+        await all_dead(pids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("victim", [*(pytest.param(each, marks=pytest.mark.slow) for each in (0, 1)), 3])
+def test_a_death_costs_no_token_and_the_group_forms_anew(
+    moe_model: Path, expected: list[list[int]], victim: int
+) -> None:
+    steps = Steps()
+
+    async def main() -> None:
+        options = {"data_parallel_size": 2, "faults": "step_delay_ms=20", "steps": steps}
+        async with running(moe_model, **options, **SPREAD) as client:
+            await until(lambda: client.has_working_rank)
+            before = all_pids(client)
+            stays = before[2:] if victim < 2 else before[:2]
+            work = asyncio.create_task(texts_of(client, PROMPTS))
+            await asyncio.sleep(0.4)
+            os.kill(before[victim], signal.SIGKILL)
+            assert await asyncio.wait_for(work, 60) == expected
+            assert client.status()["epoch"] == 2
+            assert steps.num_restarts == 1
+            after = all_pids(client)
+            assert len(after) == 4
+            assert set(after) & set(before) == set(stays)
+        await all_dead(before + after)
+
+    asyncio.run(main())
+
+
+def test_experts_move_while_texts_are_written(moe_model: Path, expected: list[list[int]]) -> None:
+    options = {"data_parallel_size": 2, "enable_eplb": True, "eplb_window_size": 32, "eplb_step_interval": 20}
+
+    async def main() -> None:
+        async with running(moe_model, **options, **SPREAD) as client:
+            await until(lambda: client.has_working_rank)
+            for _ in range(20):
+                assert await asyncio.wait_for(texts_of(client, PROMPTS), 60) == expected
+                status = client.status()["placement"]
+                if status["num_rebalances"] >= 2:
+                    break
+            assert status["num_rebalances"] >= 2
+            assert status["bytes_moved"] > 0
+            assert client.status()["epoch"] == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_worker_that_stands_still_is_replaced_with_its_rank(moe_model: Path, expected: list[list[int]]) -> None:
+    steps = Steps()
+
+    async def main() -> None:
+        options = {"data_parallel_size": 2, "step_timeout_s": 2.0, "steps": steps}
+        async with running(moe_model, **options, **SPREAD) as client:
+            await until(lambda: client.has_working_rank)
+            before = all_pids(client)
+            os.kill(before[3], signal.SIGSTOP)
+            assert await asyncio.wait_for(texts_of(client, PROMPTS), 90) == expected
+            assert steps.num_restarts == 1
+            await all_dead(before[2:])
+
+    asyncio.run(main())
