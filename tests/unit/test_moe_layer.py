@@ -136,6 +136,37 @@ def test_a_slot_is_one_run_of_bytes_that_can_be_copied(way: str, compute: torch.
     assert second.checksum(2) == empty and second.memory(2).count_nonzero() == 0
 
 
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts_S", [[0, 1, 0, 2, 1], [300, 0, 13, 0, 0], [40, 41, 12, 100, 107]])
+def test_threads_share_the_experts(compute: torch.dtype, counts_S: list[int]) -> None:
+    """Sizes that fill no panel, and enough work for two threads."""
+    hidden, intermediate, num_experts = 146, 333, 5
+    experts = make_experts(
+        num_experts, compute=compute, stored=compute, hidden_size=hidden, intermediate_size=intermediate
+    )
+    generator = torch.Generator().manual_seed(1)
+    gate_up = [torch.randn(2 * intermediate, hidden, generator=generator) / 12 for _ in range(num_experts)]
+    down = [torch.randn(hidden, intermediate, generator=generator) / 12 for _ in range(num_experts)]
+    for slot in range(num_experts):
+        experts.write(slot, gate_up[slot].to(compute), down[slot].to(compute))
+    rows_NC = torch.randn(sum(counts_S), hidden, generator=generator).to(compute)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            results.append(experts.compute(rows_NC, counts_S))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+    expert_N1 = torch.arange(num_experts).repeat_interleave(torch.tensor(counts_S))[:, None]
+    ones_N1 = torch.ones(len(rows_NC), 1)
+    rounded = [[weight.to(compute) for weight in weights] for weights in (gate_up, down)]
+    expected_NC = reference.experts(rows_NC, expert_N1, ones_N1, *rounded, ACTIVATIONS["silu"].apply)
+    error = float((results[0].double() - expected_NC).abs().max())
+    assert error <= TOLERANCES[compute] * float(expected_NC.abs().max())
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
