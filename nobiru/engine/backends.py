@@ -9,6 +9,7 @@ import asyncio
 import socket
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -93,9 +94,10 @@ class RayBackend:
         self.endpoint = f"tcp://{self.host}:{self._listener.getsockname()[1]}"
 
     def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
-        recorder = self._hearts.expect(spec.rank_id)
         spec = msgspec.structs.replace(spec, heart=self._hearts.address)
-        return self._launcher.launch(msgspec.json.encode(spec)), recorder
+        process = self._launcher.launch(msgspec.json.encode(spec))
+        lost = partial(process.kill, "has closed its connection")
+        return process, self._hearts.expect(spec.rank_id, lost)
 
     async def open(self, router: zmq.Socket[Any]) -> None:
         router.setsockopt(zmq.USE_FD, self._listener.detach())

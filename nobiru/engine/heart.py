@@ -20,7 +20,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,6 +36,7 @@ LEASE_S = 10.0
 FIRST_LEASE_S = 60.0
 LEASE_EXIT_CODE = 3
 CLOSE_TIMEOUT_S = 1.0
+GRACE_S = 0.25
 _WORD_BYTES = 8
 _ANSWER = b"\x01"
 
@@ -45,15 +47,19 @@ class Hearts:
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        self._recorders: dict[str, RemoteRecorder] = {}
+        self._ranks: dict[str, _Expected] = {}
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
 
-    def expect(self, rank_id: str) -> RemoteRecorder:
-        """The recorder of a rank that will come; once it is closed, the rank is not wanted any more."""
-        self._recorders = {known: recorder for known, recorder in self._recorders.items() if not recorder.is_closed}
-        self._recorders[rank_id] = RemoteRecorder()
-        return self._recorders[rank_id]
+    def expect(self, rank_id: str, on_lost: Callable[[], None]) -> RemoteRecorder:
+        """The recorder of a rank that will come; once it is closed, the rank is not wanted any more.
+
+        `on_lost` hears that the rank's connection was closed at the other end, which is the rank's end. It comes
+        `GRACE_S` late, so that whoever knows more of it can say so first.
+        """
+        self._ranks = {known: rank for known, rank in self._ranks.items() if not rank.recorder.is_closed}
+        self._ranks[rank_id] = _Expected(RemoteRecorder(), on_lost)
+        return self._ranks[rank_id].recorder
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._hear, sock=self._listener)
@@ -72,23 +78,40 @@ class Hearts:
         task = asyncio.current_task()
         assert task is not None
         self._connections[task] = writer
-        rank_id = ""
+        rank = None
         try:
             rank_id = (await reader.readuntil(b"\n")).decode().strip()
-            recorder = self._recorders.get(rank_id)
-            while recorder is not None and not recorder.is_closed:
-                count = int.from_bytes(await reader.readexactly(_WORD_BYTES), "little", signed=True)
-                if count == BEAT:
-                    recorder.beat()
-                    writer.write(_ANSWER)
-                else:
-                    ids = await reader.readexactly(_WORD_BYTES * count)
-                    recorder.step_begins(np.frombuffer(ids, dtype="<i8").tolist())
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError):
-            logger.debug("the heart of rank %r is not heard any more", rank_id)
+            if (rank := self._ranks.get(rank_id)) is not None:
+                await _record(rank.recorder, reader, writer)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError) as error:
+            logger.debug("the connection of rank %s ended: %s", "?" if rank is None else rank_id, error)
         finally:
             del self._connections[task]
             writer.close()
+        if rank is not None and self._server is not None and self._server.is_serving():
+            asyncio.get_running_loop().call_later(GRACE_S, rank.lost)
+
+
+@dataclass(slots=True)
+class _Expected:
+    recorder: RemoteRecorder
+    on_lost: Callable[[], None]
+
+    def lost(self) -> None:
+        if not self.recorder.is_closed:
+            self.on_lost()
+
+
+async def _record(recorder: RemoteRecorder, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the rank is not wanted; an error when its connection ends before."""
+    while not recorder.is_closed:
+        count = int.from_bytes(await reader.readexactly(_WORD_BYTES), "little", signed=True)
+        if count == BEAT:
+            recorder.beat()
+            writer.write(_ANSWER)
+        else:
+            ids = await reader.readexactly(_WORD_BYTES * count)
+            recorder.step_begins(np.frombuffer(ids, dtype="<i8").tolist())
 
 
 class Heart:

@@ -81,6 +81,7 @@ class RayRank:
         self._num_cpus = num_cpus
         self._ended = Ended()
         self._killed_s = math.inf
+        self._why = ""
         self._lock = threading.Lock()
         self._place: Any = None
         self._actor: Any = None
@@ -92,11 +93,14 @@ class RayRank:
         """Until the actor is gone and its place is given back; how it ended, in words."""
         return await self._ended.heard()
 
-    def kill(self) -> None:
-        """End it now, also when it stands still. When Ray cannot say that it is gone, it soon counts as gone."""
+    def kill(self, why: str = "was killed") -> None:
+        """End it now, also when it stands still. When Ray cannot say that it is gone, it soon counts as gone.
+
+        `why` is how it ended, unless it ended before.
+        """
         with self._lock:
             if self._killed_s == math.inf:
-                self._killed_s = time.monotonic()
+                self._killed_s, self._why = time.monotonic(), why
                 self._kill_actor()
 
     def close(self) -> None:
@@ -117,7 +121,7 @@ class RayRank:
         try:
             how = self._live()
         except Exception as error:  # whatever Ray reports of an actor's end, and what the entry point raised
-            how = _in_words(error)
+            how = self._why or _in_words(error)
         try:
             self._release()
         except Exception:
@@ -157,7 +161,7 @@ class RayRank:
         ended = self._actor.ended.remote()
         while not ray.wait([ended], timeout=POLL_S)[0]:
             if time.monotonic() > self._killed_s + KILL_TIMEOUT_S:
-                return "was killed, and its node does not answer"
+                return f"{self._why}, and its node does not answer"
         return describe_exit(ray.get(ended))
 
     def _kill_actor(self) -> None:
