@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -163,9 +164,20 @@ class Team:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self.tell(Allocate(num_blocks=num_blocks, block_size=block_size))
 
-    def step(self, inputs: Sequence[CausalInput]) -> None:
-        """The workers compute these inputs, as their leader does now."""
+    @contextmanager
+    def step(self, inputs: Sequence[CausalInput]) -> Iterator[None]:
+        """The workers compute these inputs, as their leader does meanwhile.
+
+        If the leader is interrupted, they are somewhere in the middle, and nothing can be computed together any more.
+        """
         self.tell(pack_step(inputs))
+        try:
+            yield
+        except GroupError:
+            raise
+        except BaseException as error:
+            self._give_up(f"a step was interrupted by {type(error).__name__}, and the rank's workers are out of step")
+            raise
 
     def tell(self, message: ToWorker) -> None:
         """To all workers, who hear messages in their order."""
@@ -224,10 +236,13 @@ class Team:
         index, how = asyncio.run(self._first_death())
         if self._is_closing:
             return
-        self._failure = f"worker {index} of the rank {how}"
-        logger.error("%s", self._failure)
-        self.group.break_connections()
+        self._give_up(f"worker {index} of the rank {how}")
         self.on_death()
+
+    def _give_up(self, why: str) -> None:
+        self._failure = why
+        logger.error("%s", why)
+        self.group.break_connections()
 
     async def _first_death(self) -> tuple[int, str]:
         """The number of the worker, and how it ended. Kills those that give no sign of life."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,8 +56,8 @@ class TokenSampler(Protocol):
 class Followers(Protocol):
     """The other workers of this rank, which hold shares of the model too."""
 
-    def step(self, inputs: Sequence[CausalInput]) -> None:
-        """Have them `follow` these inputs, which this process computes now."""
+    def step(self, inputs: Sequence[CausalInput]) -> AbstractContextManager[None]:
+        """Have them `follow` these inputs, which this process computes meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,16 +260,17 @@ class CausalRunner:
 
     def _run_share(self, inputs: Sequence[CausalInput], share: Sequence[int]) -> _Computed:
         batch = pack_causal([inputs[number] for number in share], self._ready(), self._device)
-        if self.followers is not None:
-            self.followers.step(inputs)
         numbers = [share[place] for place in batch.order]
         sampling = [place for place, each in enumerate(batch.inputs) if each.sample is not None]
         pooling = [place for place, each in enumerate(batch.inputs) if each.pooling is not None]
+        together = nullcontext() if self.followers is None else self.followers.step(inputs)
         with torch.inference_mode():
-            hidden_TC = self._hidden_states(batch)
+            with together:
+                hidden_TC = self._hidden_states(batch)
+                logits_BV = self._model.logits(_last_rows(hidden_TC, batch, sampling)) if sampling else None
             return _Computed(
                 sampled=[numbers[place] for place in sampling],
-                logits_BV=self._model.logits(_last_rows(hidden_TC, batch, sampling)) if sampling else None,
+                logits_BV=logits_BV,
                 pooled=[numbers[place] for place in pooling],
                 vectors=self._pool(_last_rows(hidden_TC, batch, pooling), batch, pooling) if pooling else [],
             )

@@ -19,6 +19,7 @@ from real_models import stories260k
 from nobiru import LLM, PoolingParams, SamplingParams
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConfigError, GroupError
+from nobiru.layers.rms_norm import RmsNorm
 
 TOLERANCE = 1e-4
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1, logprobs=0)
@@ -137,6 +138,22 @@ def test_a_dead_worker_is_an_error(language_model: Path) -> None:
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     llm.close()
     assert set(children(os.getpid())) == before
+
+
+def test_an_interrupted_step_leaves_no_wrong_texts(language_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are somewhere in the middle of it, so there can be no further step."""
+    llm = make_llm(language_model, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(RmsNorm, "__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    with pytest.raises(GroupError, match="interrupted by KeyboardInterrupt"):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    llm.close()
+
+
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_is_refused(tmp_path: Path, language_model: Path, model: Path) -> None:
