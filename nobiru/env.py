@@ -142,6 +142,11 @@ def report_no_ray_usage() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
+def take_over(environment: Mapping[str, str], *, num_threads: int) -> None:
+    """Give a process that was started by somebody else what its rank needs, before torch is imported."""
+    os.environ.update(environment, OMP_NUM_THREADS=str(num_threads))
+
+
 def rank_environment(*, num_threads: int) -> dict[str, str]:
     """The environment for a rank process: this one's, with the size of OpenMP's pool set before torch is imported.
 

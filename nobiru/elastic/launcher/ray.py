@@ -49,8 +49,7 @@ class RankHost:
         """Run `entry(spec, host=..., num_cpus=...)`; the process id, and the address of this node."""
         import ray
 
-        os.environ.update(environment)  # nothing that reads it has been imported
-        os.environ["OMP_NUM_THREADS"] = str(num_cpus)
+        env.take_over(environment, num_threads=num_cpus)
         host = ray.util.get_node_ip_address()
         threading.Thread(target=self._run, args=(entry, spec, host, num_cpus), name="rank", daemon=True).start()
         return os.getpid(), host
