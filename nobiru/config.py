@@ -72,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eplb_step_interval: int = 3000
     max_transfer_bytes_per_s: int | None = None
     step_timeout_s: float = 30.0
+    max_data_parallel_size: int | None = None
+    min_survivable_size: int = 1
+    self_heal: bool = True
     data_parallel_backend: DataParallelBackend = "local"
     ray_address: str | None = None
 
@@ -111,6 +114,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    drain_by_default: bool = False
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0
     auto_truncate: bool = False

@@ -67,6 +67,14 @@ class RequestTimeoutError(NobiruError):
     code = "request_timeout"
 
 
+class ConflictError(NobiruError):
+    """Another operation is running, or it is too late for this one."""
+
+    status = 409
+    type = "conflict_error"
+    code = "conflict"
+
+
 class BodyTooLargeError(NobiruError):
     """The body exceeds `max_body_bytes`."""
 

@@ -77,6 +77,9 @@ SERVER_OPTIONS = (
     *_same_name(ServerConfig, "host", "port", "max_body_bytes", "auto_truncate", "max_queued_tokens"),
     *_same_name(ServerConfig, "rank_timeout_s", "access_log", "log_format", "log_level"),
     ConfigOption(name="served_model_name", config=ServerConfig, field="served_model_names"),
+    ConfigOption(name="admin_key", config=ServerConfig, field="admin_keys", secret=True),
+    ConfigOption(name="elastic_ep_drain_requests", config=ServerConfig, field="drain_by_default"),
+    *_same_name(EngineConfig, "max_data_parallel_size", "min_survivable_size", "self_heal"),
     ConfigOption(name="api_key", config=ServerConfig, field="api_keys", secret=True),
     ConfigOption(name="shutdown_timeout", config=ServerConfig, field="shutdown_timeout_s"),
 )
@@ -225,6 +228,30 @@ EplbStepInterval = Annotated[
 ]
 MaxTransferBytesPerS = Annotated[
     int | None, _option(PARALLEL, "Most bytes of experts a rank sends in a second.", "no limit")
+]
+MaxDataParallelSize = Annotated[
+    int | None, _option(PARALLEL, "Most ranks that may be asked for while serving.", "8, or the ranks at start")
+]
+MinSurvivableSize = Annotated[
+    int | None,
+    _option(PARALLEL, "Fewest ranks that must be able to hold all experts.", _engine("min_survivable_size")),
+]
+SelfHeal = Annotated[
+    bool | None,
+    _option(PARALLEL, "Replace ranks that died.", "self-heal", "--self-heal/--no-self-heal"),
+]
+ElasticEpDrainRequests = Annotated[
+    bool | None,
+    _option(
+        PARALLEL,
+        "Let ranks that leave finish their requests first, for up to 120 s.",
+        "no-elastic-ep-drain-requests",
+        "--elastic-ep-drain-requests/--no-elastic-ep-drain-requests",
+    ),
+]
+AdminKey = Annotated[
+    list[str] | None,
+    _option(HTTP, "Key that changes of the ranks need; repeatable. NOBIRU_ADMIN_KEY hides it better.", "no key asked"),
 ]
 StepTimeoutS = Annotated[
     float | None,

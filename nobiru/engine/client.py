@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,13 +20,14 @@ import zmq.asyncio
 from nobiru.config import EngineConfig, SchedulerConfig
 from nobiru.engine import messages
 from nobiru.engine.backends import make_backend
+from nobiru.engine.controller import Controller
 from nobiru.engine.expert_balance import ExpertBalance, ExpertObserver
-from nobiru.engine.expert_group import ExpertGroup
+from nobiru.engine.fixed_group import FixedGroup
 from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
-from nobiru.engine.group import RankGroup
 from nobiru.engine.ledger import Entry, Ledger
 from nobiru.engine.messages import (
     Abort,
+    Applied,
     Awake,
     Crashed,
     EngineState,
@@ -35,6 +36,7 @@ from nobiru.engine.messages import (
     Idle,
     Loaded,
     Moved,
+    Parked,
     Probe,
     ProbeDone,
     StartFailed,
@@ -95,26 +97,20 @@ class ZmqClient:
             ids=ids,
         )
         self._generation = GenerationStreams(ids, send_waiting=self._send_children, abort=self._abort_all)
-        self._group = RankGroup(
-            self._launch,
-            size=config.data_parallel_size,
-            needs_all=config.enable_expert_parallel,
+        make = Controller if config.tensor_parallel_size == 1 else FixedGroup
+        self.ranks: Controller | FixedGroup = make(
+            config,
+            self,
+            self._begin_process,
+            endpoint=self._backend.endpoint,
+            host=self._backend.host,
+            environment=environment,
+            balance=ExpertBalance(config, observer) if config.enable_expert_parallel else None,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
             on_loaded=self._on_loaded,
             on_lost=self._on_lost,
         )
-        self._experts: ExpertGroup | None = None
-        if config.enable_expert_parallel:
-            self._experts = ExpertGroup(
-                size=config.data_parallel_size,
-                endpoint=self._backend.endpoint,
-                host=self._backend.host,
-                environment=environment,
-                send=self._send_to,
-                on_begin=self._on_begin,
-                balance=ExpertBalance(config, observer),
-            )
         self._serving: dict[str, Rank] = {}
         self._futures: dict[Entry, asyncio.Future[Vectors]] = {}
         self._states: dict[str, EngineState] = {}
@@ -129,7 +125,7 @@ class ZmqClient:
 
     def launch_now(self) -> None:
         """Begin to load the model before the event loop runs."""
-        self._group.launch_now()
+        self.ranks.launch_now()
 
     async def start(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -140,18 +136,14 @@ class ZmqClient:
             socket.setsockopt(option, 0)
         await self._backend.open(socket)
         self._receiver = asyncio.create_task(self._receive(socket), name="rank-messages")
-        self._group.start()
-        if self._experts is not None:
-            self._experts.start()
-        self._receiver.add_done_callback(self._group.give_up_after)
+        self.ranks.start()
+        self._receiver.add_done_callback(self.ranks.give_up_after)
 
     async def stop(self) -> None:
         """End the ranks; requests still open get an `UnavailableError`."""
         for rank in self._serving.values():
             self._send(rank, Stop())
-        await self._group.stop()
-        if self._experts is not None:
-            await self._experts.stop()
+        await self.ranks.stop()
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
@@ -223,8 +215,8 @@ class ZmqClient:
     @property
     def failed(self) -> asyncio.Future[str]:
         """Resolves with the cause when no rank can be brought up any more."""
-        assert self._group.failed is not None, "start() comes first"
-        return self._group.failed
+        assert self.ranks.failed is not None, "start() comes first"
+        return self.ranks.failed
 
     def status(self) -> dict[str, Any]:
         """The shape of `GET /elastic/status`."""
@@ -233,23 +225,23 @@ class ZmqClient:
                 "rank_id": rank.rank_id,
                 "pid": rank.process.pid,
                 "node": rank.process.node,
-                "state": rank.state,
-                "outstanding_tokens": self._outstanding(rank.rank_id),
+                "state": self.ranks.state_of(rank),
+                "outstanding_tokens": self.outstanding(rank.rank_id),
             }
-            for rank in self._group.ranks
+            for rank in self.ranks
         ]
-        if self._experts is None:
-            return {"epoch": self._group.num_restarts, "ranks": ranks}
-        return {"epoch": self._experts.epoch, "ranks": ranks, "placement": self._experts.status()}
+        return {**self.ranks.status(), "ranks": ranks}
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def _launch(self, position: int, rank_id: str) -> tuple[RankProcess, Recorder]:
+    def _begin_process(
+        self, rank_id: str, position: int, slots: list[list[int]] | None
+    ) -> tuple[RankProcess, Recorder]:
         spec = RankSpec(
             rank_id=rank_id,
             position=position,
             endpoint=self._backend.endpoint,
-            slots=self._experts.balance.slots_of(position) if self._experts is not None else None,
+            slots=slots,
             engine=self._config,
             log_level=self._log_level,
         )
@@ -259,40 +251,40 @@ class ZmqClient:
         self.model_info = dict(message.info)
         self._ledger.max_slice_tokens = message.max_num_batched_tokens
         self.last_forward_s = time.monotonic()  # loading ends with a warm-up pass
-        if self._experts is not None:
-            assert message.inventory is not None
-            self._experts.rank_loaded(rank.rank_id, rank.position, message.inventory)
-        else:
-            self._on_begin([rank.rank_id])
 
-    def _on_begin(self, rank_ids: Iterable[str]) -> None:
-        """These ranks take requests from now on."""
-        for rank in self._group.ranks:
-            if rank.rank_id in rank_ids:
-                self._serving[rank.rank_id] = rank
+    def takes_requests(self, rank_ids: Sequence[str]) -> None:
+        """These ranks, and no others, get new requests from now on."""
+        found = [(rank_id, self.ranks.find(rank_id)) for rank_id in rank_ids]
+        self._serving = {rank_id: rank for rank_id, rank in found if rank is not None}
         self._send_slices()
         self._send_children()
 
+    def rank_leaves(self, rank_id: str) -> None:
+        """It is gone by plan: what it has not finished runs elsewhere."""
+        self._forget_rank(rank_id, ())
+
     def _on_lost(self, rank: Rank, executing: Sequence[int]) -> None:
-        self._serving.pop(rank.rank_id, None)
-        self._states.pop(rank.rank_id, None)
         self._observer.rank_restarted()
-        if self._experts is not None:
-            self._experts.rank_lost(rank.rank_id)
-        for entry in self._ledger.rank_lost(rank.rank_id, executing):
-            self._resolve(entry)
-        self._generation.rank_lost(rank.rank_id, executing)
+        self._forget_rank(rank.rank_id, executing)
         for future in self._probes.values():
             if not future.done():
                 future.set_result(False)
+
+    def _forget_rank(self, rank_id: str, executing: Sequence[int]) -> None:
+        self._serving.pop(rank_id, None)
+        self._states.pop(rank_id, None)
+        for entry in self._ledger.rank_lost(rank_id, executing):
+            self._resolve(entry)
+        self._generation.rank_lost(rank_id, executing)
         self._send_slices()
         self._send_children()
 
     def _idlest(self) -> Rank | None:
         """The rank with the fewest tokens to compute."""
-        return min(self._serving.values(), key=lambda rank: self._outstanding(rank.rank_id), default=None)
+        return min(self._serving.values(), key=lambda rank: self.outstanding(rank.rank_id), default=None)
 
-    def _outstanding(self, rank_id: str) -> int:
+    def outstanding(self, rank_id: str) -> int:
+        """Tokens that it may still compute."""
         return self._ledger.tokens_on[rank_id] + self._generation.ledger.tokens_on[rank_id]
 
     # ---- messages ---------------------------------------------------------------------------------------------------
@@ -300,13 +292,13 @@ class ZmqClient:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             identity, payload = await socket.recv_multipart()
-            rank = self._group.find(identity.partition(b"/")[0])
+            rank = self.ranks.find(identity.partition(b"/")[0].decode())
             if rank is not None:
                 self._handle(rank, messages.decode_from_rank(payload))
-            elif identity == STORE_IDENTITY and self._experts is not None:
+            elif identity == STORE_IDENTITY:
                 message = messages.decode_from_rank(payload)
                 assert isinstance(message, StoreReady)
-                self._experts.store_is_ready(message)
+                self.ranks.store_is_ready(message)
 
     def _handle(self, rank: Rank, message: messages.FromRank) -> None:
         match message:
@@ -314,17 +306,16 @@ class ZmqClient:
                 self._step_done(rank, message)
             case Idle():
                 self._observe(rank, message.state)
-            case Formed() | Suspended() | Awake() | ExpertLoads() | Moved() | Switched():
-                assert self._experts is not None, "only expert-parallel ranks say so"
-                self._experts.handle(rank.rank_id, message)
+            case Formed() | Suspended() | Parked() | Applied() | Awake() | ExpertLoads() | Moved() | Switched():
+                self.ranks.handle(rank.rank_id, message)
             case ProbeDone():
                 self.last_forward_s = time.monotonic()
                 if (future := self._probes.get(message.nonce)) is not None and not future.done():
                     future.set_result(True)
             case Loaded():
-                self._group.supervisor_of(rank).loaded(rank, message)
+                self.ranks.supervisor_of(rank).loaded(rank, message)
             case StartFailed() | Crashed():
-                self._group.supervisor_of(rank).says_why(rank, message)
+                self.ranks.supervisor_of(rank).says_why(rank, message)
 
     def _step_done(self, rank: Rank, done: StepDone) -> None:
         rank.has_worked = True
@@ -396,9 +387,10 @@ class ZmqClient:
                 self._send(rank, Abort(slice_ids=slice_ids))
 
     def _send(self, rank: Rank, message: messages.ToRank) -> None:
-        self._send_to(rank.rank_id, message)
+        self.send_to(rank.rank_id, message)
 
-    def _send_to(self, identity: str, message: messages.ToRank) -> None:
+    def send_to(self, identity: str, message: messages.ToRank) -> None:
+        """To a rank, or one of its other sockets."""
         assert self._socket is not None
         sent = self._socket.send_multipart([identity.encode(), messages.encode(message)])
         asyncio.ensure_future(sent).add_done_callback(_log_unreachable)

@@ -12,12 +12,13 @@ begin with: its slots hold what they did, on all ranks, because a stage only fil
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from nobiru.config import EngineConfig
+from nobiru.elastic.planner import MembershipPlan, Slots, plan_membership
 from nobiru.engine.messages import ExpertLoads, Inventory, Moved, MoveExperts, Switched, Vacate
 from nobiru.parallel.balancer import Balancer, BalancerConfig, Stage
 from nobiru.parallel.placement import Placement, balancedness, rank_loads
@@ -50,6 +51,9 @@ class ExpertBalance:
         self._stage: Stage | None = None
         self._switched: set[int] = set()
         self._may_move = False
+        self._held: dict[str, Slots] = {}
+        self._num_experts = 0
+        self.expert_bytes = 0
         self._num_rebalances = 0
         self.num_bytes_moved = 0
 
@@ -68,14 +72,61 @@ class ExpertBalance:
         parts = [self._inventories[place] for place in range(self._size)]
         slots = [np.frombuffer(each.slots, "<i4").reshape(each.shape[0], self._num_workers, -1) for each in parts]
         self._placement = Placement(slots=np.concatenate(slots, axis=1), num_experts=parts[0].num_experts)
+        self._balancer = self._make_balancer(self._placement)
+
+    def _make_balancer(self, placement: Placement) -> Balancer:
         config = BalancerConfig(
             window_steps=self._config.eplb_window_size,
             interval_steps=self._config.eplb_step_interval,
             num_redundant=self._config.num_redundant_experts,
         )
-        self._balancer = Balancer(
-            config, num_layers=self._placement.num_layers, num_experts=self._placement.num_experts
+        return Balancer(config, num_layers=placement.num_layers, num_experts=placement.num_experts)
+
+    # ---- a membership that changes -----------------------------------------------------------------------------------
+
+    def rank_holds(self, rank_id: str, inventory: Inventory) -> None:
+        """A rank has loaded, with these experts."""
+        self._held[rank_id] = np.frombuffer(inventory.slots, "<i4").reshape(inventory.shape).astype(np.int64)
+        self._num_experts, self.expert_bytes = inventory.num_experts, inventory.expert_bytes
+
+    def rank_is_gone(self, rank_id: str) -> None:
+        self._held.pop(rank_id, None)
+
+    def plan(self, members: Sequence[str]) -> MembershipPlan:
+        """What these members would hold. Those that have not loaded yet hold nothing; of the first ones all count."""
+        if self._placement is None:
+            slots = np.stack([self._held[rank] for rank in members], axis=1)
+            return MembershipPlan(placement=Placement(slots=slots, num_experts=self._num_experts), fills={})
+        return plan_membership(
+            {rank: self._held[rank] for rank in members if rank in self._held},
+            members,
+            num_layers=self._placement.num_layers,
+            num_experts=self._placement.num_experts,
+            slot_capacity=self._placement.slot_capacity,
+            num_redundant=self._config.num_redundant_experts,
         )
+
+    def commit(self, plan: MembershipPlan, members: Sequence[str]) -> None:
+        """The epoch of `members` begins with this placement, one version on."""
+        if self._balancer is None:
+            self._balancer = self._make_balancer(plan.placement)
+        self._placement = plan.placement
+        self._held = {rank: plan.placement.slots[:, place] for place, rank in enumerate(members)}
+        self._size = len(members)
+        self.version += 1
+        self.epoch_begins()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a stage is in progress, which would change the placement."""
+        return self._stage is not None
+
+    def freeze(self) -> None:
+        """Begin no more stages until the next epoch, or until `thaw`."""
+        self._may_move = False
+
+    def thaw(self) -> None:
+        self.epoch_begins()
 
     def slots_of(self, position: int) -> list[list[int]] | None:
         """What a rank that comes to this place has to hold; None before there was one."""
@@ -171,6 +222,7 @@ class ExpertBalance:
             return []
         assert self._balancer is not None
         self._placement, self._stage = self._stage.after, None
+        self._held = {rank: self._placement.slots[:, place] for place, rank in enumerate(self._held)}
         self.version += 1
         if self._balancer.num_rebalances > self._num_rebalances:
             self._num_rebalances = self._balancer.num_rebalances

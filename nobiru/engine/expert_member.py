@@ -10,14 +10,17 @@ The all-gather is the leaders'; their workers follow them. All leave the epoch w
 
 from __future__ import annotations
 
+import queue
+import threading
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nobiru.engine.expert_moves import ExpertMoves
-from nobiru.engine.messages import ExpertLoads, Form
+from nobiru.engine.messages import ExpertLoads, Form, Formed
 from nobiru.engine.team import Team
 from nobiru.engine.team_messages import CollectLoads, IdleStep
 from nobiru.engine.team_moves import TeamMoves
@@ -35,8 +38,9 @@ from nobiru.scheduler import Plan
 FORM_TIMEOUT_S = 10.0
 
 # The fields of the record that every step begins with.
-RECORD = ("attempt", "epoch", "seq", "num_tokens", "has_work", "ready_epoch", "placement_version", "graph_bucket")
+RECORD = ("attempt", "epoch", "seq", "num_tokens", "has_work", "armed", "placement_version", "graph_bucket")
 _HAS_WORK = RECORD.index("has_work")
+_ARMED = RECORD.index("armed")
 _VERSION = RECORD.index("placement_version")
 # Steps between two reports of where tokens went.
 LOADS_INTERVAL = 16
@@ -51,12 +55,19 @@ class _Epoch:
     number: int
     moves: ExpertMoves | TeamMoves
     groups: dict[str, Group]
+    dispatcher: AllToAllDispatcher
     has_begun: bool = False
+
+    def destroy(self) -> None:
+        for group in self.groups.values():
+            group.destroy()
 
 
 class ExpertMember:
-    """`form`, `begin`, then for each step `gather` and, without work of its own, `run_idle`; `leave` at a `GroupError`.
+    """`prepare`, `begin`, then each step `gather` and, without work of its own, `run_idle`; `leave` at a `GroupError`.
 
+    An attempt is prepared in a thread, beside the steps of the epoch that lives; `take_prepared` says how that ended.
+    Once `armed` like all other members, a gather parks this one instead of opening a step, until `begin` or `forget`.
     `break_out` may be called from another thread. Of a rank with several `workers` the leader has a `team` to tell what
     it does; the others only `form`, `run_idle`, `collect_loads` and `leave`, and obey in what concerns `moves`.
     """
@@ -80,6 +91,12 @@ class ExpertMember:
         self._step_timeout_s = step_timeout_s
         self._host = host  # the address at which other members reach this one
         self._epoch: _Epoch | None = None
+        self._standby: _Epoch | None = None
+        self._preparing = 0  # the attempt, while its thread runs
+        self._prepared: queue.SimpleQueue[tuple[Formed, _Epoch | None]] = queue.SimpleQueue()
+        self.armed = 0  # for this attempt
+        self.is_parked = False
+        self.has_applied = False  # the epoch's first gather has completed
         self.seq = 0
         self.is_asleep = False
         self.has_switched = False  # to another placement, with the last gather
@@ -91,9 +108,54 @@ class ExpertMember:
         """The epoch in which this rank steps with others."""
         return self._epoch.number if self._epoch is not None and self._epoch.has_begun else None
 
+    @property
+    def attempt(self) -> int | None:
+        """That which led to the epoch."""
+        return self._epoch.attempt if self._epoch is not None and self._epoch.has_begun else None
+
+    @property
+    def is_preparing(self) -> bool:
+        return self._preparing != 0
+
+    def prepare(self, form: Form) -> None:
+        """Fill slots and build the groups of an attempt, with all its members at once."""
+        self.forget(form.attempt - 1)
+        self._preparing = form.attempt
+        if self._team is not None:  # workers are told by this thread alone
+            self.leave()
+            self._prepare(form)
+        else:
+            threading.Thread(target=self._prepare, args=(form,), name="prepare", daemon=True).start()
+
+    def take_prepared(self) -> Formed | None:
+        """How preparing has ended, once it has; attempts that were forgotten meanwhile are passed over."""
+        while not self._prepared.empty():
+            outcome, standby = self._prepared.get()
+            if outcome.attempt == self._preparing:
+                self._preparing, self._standby = 0, standby
+                return outcome
+            if standby is not None:
+                standby.destroy()
+        return None
+
     def form(self, form: Form) -> None:
-        """Build the groups of an attempt, with all its members at once. `GroupError` if one does not come."""
+        """What `prepare` does, at once and for good. `GroupError` if a member does not come."""
         self.leave()
+        self._epoch = self._form(form)
+        self._use(self._epoch)
+
+    def _prepare(self, form: Form) -> None:
+        try:
+            with torch.inference_mode():
+                for layer, expert, slot in form.fills:
+                    self._moe.read_expert(layer, expert, slot)
+            standby = self._form(form)
+        except (NobiruError, OSError) as error:
+            self._prepared.put((Formed(attempt=form.attempt, error=str(error)), None))
+        else:
+            self._prepared.put((Formed(attempt=form.attempt), standby))
+
+    def _form(self, form: Form) -> _Epoch:
         if self._team is not None:
             self._team.tell(form)
         placement = Placement(
@@ -118,10 +180,7 @@ class ExpertMember:
             for group in groups.values():
                 group.destroy()
             raise
-        if self._workers is not None:
-            self._workers.join(groups["workers"])
         tables = ExpertTables(placement)
-        self._moe.dispatcher = AllToAllDispatcher(groups["experts"], tables)
         moves = ExpertMoves(
             self._moe,
             groups["transfer"],
@@ -130,12 +189,18 @@ class ExpertMember:
             version=form.version,
             max_bytes_per_s=self._max_transfer_bytes_per_s,
         )
-        self._epoch = _Epoch(
+        return _Epoch(
             attempt=form.attempt,
             number=form.epoch,
             moves=moves if self._team is None else TeamMoves(moves, self._team),
             groups=groups,
+            dispatcher=AllToAllDispatcher(groups["experts"], tables),
         )
+
+    def _use(self, epoch: _Epoch) -> None:
+        if self._workers is not None:
+            self._workers.join(epoch.groups["workers"])
+        self._moe.dispatcher = epoch.dispatcher
 
     def _places(self, form: Form) -> dict[str, tuple[int, int, float]]:
         """This process' place in each group, the group's size and time limit. A slot may take long to copy."""
@@ -150,14 +215,34 @@ class ExpertMember:
         return places
 
     def begin(self, attempt: int) -> None:
-        """Every member has formed this attempt."""
-        if self._epoch is not None and self._epoch.attempt == attempt:
-            self._epoch.has_begun = True
-            self.seq = 0
-            self.is_asleep = False
+        """Switch to the attempt's epoch: its members are prepared, and those of the epoch before have parked."""
+        if self._standby is None or self._standby.attempt != attempt:
+            return
+        standby, self._standby = self._standby, None
+        self.leave()
+        self._epoch = standby
+        self._use(standby)
+        standby.has_begun = True
+        self.seq = 0
+        self.is_asleep = self.has_applied = False
 
-    def gather(self, plan: Plan | None) -> bool:
-        """Begin a step with the others; whether anybody has work. If not, all of them sleep from now on."""
+    def arm(self, attempt: int) -> None:
+        """Be ready for the attempt at the next gather, which others may be waiting in."""
+        self.armed = attempt
+        self.is_asleep = False
+
+    def forget(self, attempt: int) -> None:
+        """Whatever belongs to this attempt or earlier ones never was; who has parked for it goes on."""
+        if self._standby is not None and self._standby.attempt <= attempt:
+            self._standby.destroy()
+            self._standby = None
+        if self._preparing <= attempt:
+            self._preparing = 0
+        if self.armed <= attempt:
+            self.armed, self.is_parked = 0, False
+
+    def gather(self, plan: Plan | None) -> Literal["step", "sleep", "park"]:
+        """Begin a step with the others. When nobody has work all sleep from now on; when all are armed all park."""
         epoch = self._epoch
         assert epoch is not None and epoch.has_begun
         self.is_before_step = True
@@ -168,7 +253,7 @@ class ExpertMember:
                 self.seq,
                 0 if plan is None else plan.num_tokens,
                 plan is not None,
-                epoch.number,
+                self.armed,
                 epoch.moves.ready_version,
                 0,
             ],
@@ -185,8 +270,11 @@ class ExpertMember:
         if self._team is not None and self._loads_are_due:
             self._team.tell(CollectLoads())
             self._collected_LE = self.collect_loads()
+        if self.armed and bool((records_Rn[:, _ARMED] == self.armed).all()):
+            self.is_parked = True
+            return "park"
         self.is_before_step = False
-        return not self.is_asleep
+        return "sleep" if self.is_asleep else "step"
 
     @property
     def moves(self) -> ExpertMoves | TeamMoves | None:
@@ -237,14 +325,14 @@ class ExpertMember:
     def leave(self) -> None:
         """Leave the epoch; whoever is still in one of its exchanges gets a `GroupError`."""
         epoch, self._epoch = self._epoch, None
+        self.armed, self.is_parked = 0, False
         if epoch is not None:
             self._moe.dispatcher = None
             with torch.inference_mode():
                 self._moe.take_loads()  # an abandoned step's do not count
             self.num_unreported = 0
             self._collected_LE = None
-            for group in epoch.groups.values():
-                group.destroy()
+            epoch.destroy()
 
     def break_out(self, attempt: int) -> None:
         """End the exchanges of an attempt that is over, in which this rank may be stuck."""

@@ -64,10 +64,23 @@ class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=Tru
     version: int
     shape: tuple[int, int, int]
     slots: bytes
+    fills: list[tuple[int, int, int]] = []
+
+
+class Arm(msgspec.Struct, frozen=True, array_like=True, tag="arm", kw_only=True):
+    """Announce that this rank is ready to leave its epoch for the attempt; park when all announce it."""
+
+    attempt: int
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget", kw_only=True):
+    """Drop what was prepared for this attempt, and go on with the present epoch, also if parked."""
+
+    attempt: int
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin", kw_only=True):
-    """Every member has formed: step together from now on."""
+    """Committed: every member has formed, and those of the epoch before have parked. Step in the new epoch."""
 
     attempt: int
 
@@ -121,7 +134,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", kw_only=Tru
     """End."""
 
 
-ToRank = Add | Generate | Form | Begin | Wake | MoveExperts | Vacate | Abandon | Abort | Probe | Stop
+ToRank = Add | Generate | Form | Arm | Forget | Begin | Wake | MoveExperts | Vacate | Abandon | Abort | Probe | Stop
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -182,6 +195,18 @@ class Switched(msgspec.Struct, frozen=True, array_like=True, tag="switched", kw_
     """This rank uses the placement, from the step on in which all do."""
 
     version: int
+
+
+class Parked(msgspec.Struct, frozen=True, array_like=True, tag="parked", kw_only=True):
+    """All members are armed for this attempt: this rank waits before a step, its state intact."""
+
+    attempt: int
+
+
+class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied", kw_only=True):
+    """The first gather of the attempt's epoch has completed on this rank."""
+
+    attempt: int
 
 
 class Awake(msgspec.Struct, frozen=True, array_like=True, tag="awake", kw_only=True):
@@ -277,6 +302,8 @@ FromRank = (
     | StoreReady
     | Formed
     | Suspended
+    | Parked
+    | Applied
     | Awake
     | ExpertLoads
     | Moved

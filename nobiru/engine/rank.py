@@ -29,18 +29,21 @@ from nobiru.engine.messages import (
     Abandon,
     Abort,
     Add,
+    Applied,
+    Arm,
     Awake,
     Begin,
     Crashed,
     EngineState,
     Failure,
+    Forget,
     Form,
-    Formed,
     Generate,
     Generated,
     Idle,
     Loaded,
     MoveExperts,
+    Parked,
     Probe,
     ProbeDone,
     StartFailed,
@@ -62,6 +65,7 @@ from nobiru.scheduler import CausalState, Part, Plan, Sequence
 
 HEARTBEAT_S = 0.25
 IDLE_POLL_MS = 1000
+PREPARING_POLL_MS = 5
 PROBE_ID = -1
 
 if TYPE_CHECKING:
@@ -110,7 +114,7 @@ class RankServer:
 
     def _step_together(self, member: ExpertMember) -> StepOutput | None:
         """One step of the epoch, if there is one and somebody has work; its failure is undone, and the epoch left."""
-        if member.epoch is None or (member.is_asleep and not self._core.has_work):
+        if member.epoch is None or member.is_parked or (member.is_asleep and not self._core.has_work):
             return None
         epoch = member.epoch
         if member.is_asleep:
@@ -118,7 +122,13 @@ class RankServer:
             member.is_asleep = False
         plan = self._core.plan()
         try:
-            if not member.gather(plan):
+            what = member.gather(plan)
+            self._say_applied(member)
+            if what != "step":
+                if plan is not None:
+                    self._core.scheduler.abandon(plan)
+                if what == "park":
+                    self._send(Parked(attempt=member.armed))
                 return None
             if plan is not None:
                 return self._core.run(plan)
@@ -132,8 +142,15 @@ class RankServer:
             self._send(Suspended(epoch=epoch, error=str(error)))
         return None
 
+    def _say_applied(self, member: ExpertMember) -> None:
+        if not member.has_applied and member.attempt is not None:
+            member.has_applied = True
+            self._send(Applied(attempt=member.attempt))
+
     def _report_experts(self, member: ExpertMember) -> None:
-        """What the controller has to know of moves and loads."""
+        """What the controller has to know of preparations, moves and loads."""
+        if (formed := member.take_prepared()) is not None:
+            self._send(formed)
         if member.moves is None:
             return
         if (outcome := member.moves.take_outcome()) is not None:
@@ -151,7 +168,11 @@ class RankServer:
             self._send(Idle(state=self._sent_state))
 
     def _receive_all(self) -> None:
-        timeout_ms = 0 if self._has_step_to_run() else IDLE_POLL_MS
+        timeout_ms = IDLE_POLL_MS
+        if self._has_step_to_run():
+            timeout_ms = 0
+        elif self._member is not None and self._member.is_preparing:
+            timeout_ms = PREPARING_POLL_MS
         while self._socket.poll(timeout_ms):
             self._handle(messages.decode_to_rank(self._socket.recv()))
             timeout_ms = 0
@@ -160,7 +181,7 @@ class RankServer:
         member = self._member
         if member is None:
             return self._core.has_work
-        return member.epoch is not None and (self._core.has_work or not member.is_asleep)
+        return member.epoch is not None and not member.is_parked and (self._core.has_work or not member.is_asleep)
 
     def _handle(self, message: messages.ToRank) -> None:
         match message:
@@ -169,7 +190,11 @@ class RankServer:
             case Generate():
                 self._generate(message)
             case Form():
-                self._form(message)
+                self._expert_member.prepare(message)
+            case Arm():
+                self._expert_member.arm(message.attempt)
+            case Forget():
+                self._expert_member.forget(message.attempt)
             case Begin():
                 self._expert_member.begin(message.attempt)
             case Wake():
@@ -194,14 +219,6 @@ class RankServer:
     def _expert_member(self) -> ExpertMember:
         assert self._member is not None, "only expert-parallel ranks form groups"
         return self._member
-
-    def _form(self, form: Form) -> None:
-        try:
-            self._expert_member.form(form)
-        except GroupError as error:
-            self._send(Formed(attempt=form.attempt, error=str(error)))
-        else:
-            self._send(Formed(attempt=form.attempt))
 
     def _send(self, message: messages.FromRank) -> None:
         self._socket.send(messages.encode(message))

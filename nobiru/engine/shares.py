@@ -89,7 +89,9 @@ def first_placement(config: EngineConfig, num_layers: int, num_experts: int) -> 
     size, redundant = config.tensor_parallel_size, config.num_redundant_experts
     if config.enable_expert_parallel:
         size *= config.data_parallel_size
-    capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=size)
+    # So few ranks can hold all experts; slots that nobody fills take no memory on a CPU.
+    least = config.min_survivable_size if config.tensor_parallel_size == 1 else size
+    capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=min(least, size))
     return initial_placement(
         num_layers=num_layers,
         num_experts=num_experts,

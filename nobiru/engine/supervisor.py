@@ -67,7 +67,8 @@ class RankSupervisor:
     """Runs from `start` to `stop`. `failed` resolves with a message when no rank can be brought up any more.
 
     `launch(rank_id)` begins a process; `OSError` when the system cannot start one.
-    Its ranks get the next of `ids`, which supervisors of one group share, and all have the same `position`.
+    Its ranks get the next of `ids`, which supervisors of one group share, and all have the same `position`. Without
+    `restarts` there is one rank, and `on_lost` its last news.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RankSupervisor:
         launch_timeout_s: float = 600.0,
         position: int = 0,
         ids: Iterator[int] | None = None,
+        restarts: bool = True,
     ) -> None:
         self._launch = launch
         self._position = position
@@ -90,6 +92,7 @@ class RankSupervisor:
         self._on_loaded = on_loaded
         self._on_lost = on_lost
         self._ids = itertools.count() if ids is None else ids
+        self._restarts = restarts
         self._task: asyncio.Task[None] | None = None
         self.rank: Rank | None = None
         self.num_restarts = 0
@@ -149,6 +152,8 @@ class RankSupervisor:
                 num_start_failures = 0 if loaded else num_start_failures + 1
                 num_deaths = 1 if worked else num_deaths + 1
                 logger.error("rank %s %s", rank.rank_id, cause)
+                if not self._restarts:
+                    return
                 if rank.permanent or num_start_failures >= self._max_start_failures:
                     self.failed.set_result(cause if rank.permanent else f"{num_start_failures} starts failed: {cause}")
                     return

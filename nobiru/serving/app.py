@@ -59,7 +59,7 @@ class NobiruApp(FastAPI):
         self.gate = Gate(
             endpoints=self._add_routes(services),
             fallback=super().__call__,
-            api_keys=services.config.api_keys,
+            api_keys=(*services.config.api_keys, *services.config.admin_keys) if services.config.api_keys else (),
             admission=services.admission,
             metrics=services.metrics,
             log_access=services.config.access_log,
@@ -75,6 +75,7 @@ class NobiruApp(FastAPI):
         """Register all routes; those without parameters in their path are returned for the gate."""
         models, probes, texts = OpenAIRoutes(services), ProbeRoutes(services), GenerationRoutes(services)
         tokens = TokenizeRoutes(services)
+        elastic = ElasticRoutes(services)
         routes: list[tuple[str, str, Endpoint, str, dict[str, Any] | None]] = [
             ("POST", "/v1/embeddings", models.create_embeddings, "OpenAI", openapi.EMBEDDINGS),
             ("POST", "/v1/completions", texts.create_completion, "OpenAI", openapi.COMPLETIONS),
@@ -87,7 +88,13 @@ class NobiruApp(FastAPI):
             ("GET", "/ready", probes.ready, "Operation", None),
             ("GET", "/version", probes.version, "Operation", None),
             ("GET", "/metrics", probes.metrics, "Operation", None),
-            ("GET", "/elastic/status", ElasticRoutes(services).status, "Operation", None),
+            ("GET", "/elastic/status", elastic.status, "Ranks", None),
+            ("GET", "/elastic/operations", elastic.list_operations, "Ranks", None),
+            ("POST", "/elastic/operations", elastic.create_operation, "Ranks", None),
+            ("GET", "/elastic/operations/{operation_id}", elastic.get_operation, "Ranks", None),
+            ("DELETE", "/elastic/operations/{operation_id}", elastic.cancel_operation, "Ranks", None),
+            ("POST", "/scale_elastic_ep", elastic.scale, "Ranks", None),
+            ("POST", "/is_scaling_elastic_ep", elastic.is_scaling, "Ranks", None),
         ]
         for method, path, endpoint, tag, description in routes:
             self.add_api_route(

@@ -137,6 +137,38 @@ class GenerationStream(Protocol):
         ...
 
 
+class RankControl(Protocol):
+    """What may be asked of the group of ranks. Documents are operations as the API shows them."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the membership is changing."""
+        ...
+
+    def request(
+        self,
+        *,
+        size: int | None = None,
+        remove: Sequence[str] = (),
+        replace: Sequence[str] = (),
+        drain_timeout_s: float | None = None,
+        drain_may_replay: bool = True,
+        deadline_s: float = 600.0,
+        dry_run: bool = False,
+        idempotency_key: str | None = None,
+    ) -> dict[str, Any]:
+        """Begin an operation. Raises `InvalidRequestError` or `ConflictError`."""
+        ...
+
+    def cancel(self, operation_id: str) -> dict[str, Any]:
+        """Raises `NotFoundError`, or `ConflictError` when it is too late."""
+        ...
+
+    def document(self, operation_id: str) -> dict[str, Any]: ...
+
+    def documents(self) -> list[dict[str, Any]]: ...
+
+
 class Engine(QueueView, Protocol):
     """The ranks, seen from the HTTP process. Requests wait in its queue while a model loads or a rank restarts."""
 
@@ -180,6 +212,9 @@ class Engine(QueueView, Protocol):
     def generate(self, request: GenerationRequest) -> GenerationStream:
         """The tokens of a request as they come. Whoever asked closes the stream."""
         ...
+
+    @property
+    def ranks(self) -> RankControl: ...
 
     async def probe(self, timeout_s: float) -> bool:
         """Run a small forward pass; whether it ended in time."""

@@ -1,0 +1,56 @@
+"""What is remembered of an operation, for those who watch it.
+
+Owns the shape of an operation in the API. Pure: times are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nobiru.elastic.membership import Operation
+
+
+@dataclass(slots=True, kw_only=True)
+class OperationRecord:
+    """One operation from the outside. Times are seconds since the epoch of Unix; `pause_s` is the longest that a rank
+    stood still for the commit."""
+
+    operation: Operation
+    operation_id: str
+    from_epoch: int
+    target: dict[str, Any]
+    idempotency_key: str | None = None
+    to_epoch: int | None = None
+    bytes_moved: int = 0
+    first_parked_s: float | None = None
+    pause_s: float | None = None
+    ranks: dict[str, str] = field(default_factory=dict)
+    began: list[tuple[str, float]] = field(default_factory=list)
+
+    def note_phase(self, now_s: float) -> None:
+        """Remember when the present phase began, if it is new."""
+        if not self.began or self.began[-1][0] != self.operation.phase:
+            self.began.append((self.operation.phase, now_s))
+
+    def document(self, now_s: float) -> dict[str, Any]:
+        """As the API shows it."""
+        operation = self.operation
+        ends = [began for _, began in self.began[1:]]
+        if not operation.has_ended:
+            ends.append(now_s)
+        return {
+            "operation_id": self.operation_id,
+            "origin": operation.origin,
+            "phase": operation.phase,
+            "target": self.target,
+            "from_epoch": self.from_epoch,
+            "to_epoch": self.to_epoch,
+            "timestamps": dict(self.began),
+            "seconds": {name: round(end - began, 6) for (name, began), end in zip(self.began, ends, strict=False)},
+            "pause_seconds": self.pause_s,
+            "bytes_moved": self.bytes_moved,
+            "ranks": dict(self.ranks),
+            "idempotency_key": self.idempotency_key,
+            "error": operation.error,
+        }
