@@ -282,7 +282,7 @@ class Membership:
         """A collective failed there. Without a death, the same members form anew a little later."""
         if not self.lives or epoch != self.epoch or rank_id not in self.members:
             return []
-        return self._epoch_broke()
+        return self._epoch_broke("a step failed")
 
     def rank_lost(self, rank_id: str) -> list[Action]:
         """A rank died, or was declared dead."""

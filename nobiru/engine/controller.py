@@ -318,6 +318,7 @@ class Controller:
     # ---- actions -----------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Iterable[Action]) -> None:
+        self._note_phases()
         for action in actions:
             self._act(action)
         self._note_phases()
@@ -472,9 +473,13 @@ class Controller:
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         if not self._has_started:
             return  # before there is an event loop only launches happen, whose time limits are the supervisors'
-        loop = asyncio.get_running_loop()
-        self._timers = {timer for timer in self._timers if timer.when() > loop.time() and not timer.cancelled()}
-        self._timers.add(loop.call_later(seconds, call))
+
+        def run() -> None:
+            self._timers.discard(timer)
+            call()
+
+        timer = asyncio.get_running_loop().call_later(seconds, run)
+        self._timers.add(timer)
 
     def _soon(self, events: Callable[[], list[Action]]) -> None:
         """Enter events that follow at once, when the present ones are done with."""
