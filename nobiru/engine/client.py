@@ -22,7 +22,7 @@ from nobiru.engine import messages
 from nobiru.engine.backends import make_backend
 from nobiru.engine.controller import Controller
 from nobiru.engine.expert_balance import ExpertBalance, ExpertObserver
-from nobiru.engine.fixed_group import FixedGroup
+from nobiru.engine.fixed_group import FixedGroup, NoOperations
 from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
 from nobiru.engine.ledger import Entry, Ledger
 from nobiru.engine.messages import (
@@ -46,6 +46,7 @@ from nobiru.engine.messages import (
     Suspended,
     Switched,
 )
+from nobiru.engine.operations import Operations
 from nobiru.engine.rank_spec import STORE_IDENTITY, RankSpec
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.supervisor import Rank, RankProcess
@@ -192,6 +193,11 @@ class ZmqClient:
     @property
     def has_working_rank(self) -> bool:
         return len(self._serving) > 0
+
+    @property
+    def operations(self) -> Operations | NoOperations:
+        """What changes the ranks."""
+        return self.ranks.operations
 
     @property
     def serving_ranks(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The controller of a server's ranks: performs what the membership machine decides, and tells it what happens.
 
-Owns the ranks' processes, the rendezvous store, operations and their history, timers and healing. Runs on the server's
-event loop. Decisions are `nobiru.elastic.membership`'s, placements `ExpertBalance`'s; requests are the client's.
+Owns the ranks' processes, the rendezvous store and timers. Runs on the server's event loop. Decisions are
+`nobiru.elastic.membership`'s, placements `ExpertBalance`'s, what is asked `Operations`'; requests are the client's.
 
 Replicas, ranks that share nothing, go through the same machine: what it asks of them is done at once.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ from nobiru.config import EngineConfig
 from nobiru.elastic import membership
 from nobiru.elastic.membership import Action, Membership
 from nobiru.elastic.planner import MembershipPlan
-from nobiru.elastic.records import OperationRecord
 from nobiru.engine import messages
 from nobiru.engine.expert_balance import ExpertBalance
 from nobiru.engine.messages import (
@@ -42,19 +40,17 @@ from nobiru.engine.messages import (
     Vacate,
     Wake,
 )
+from nobiru.engine.operations import Operations
 from nobiru.engine.rank_spec import control_identity
 from nobiru.engine.ranks import Ranks
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.store_process import StoreProcess
 from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor, backoff_s
-from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 
 logger = logging.getLogger(__name__)
 
 FromMember = Formed | Suspended | Parked | Applied | Awake | ExpertLoads | Moved | Switched
 MOVING_POLL_S = 0.05
-MAX_HEAL_FAILURES = 5
-MAX_OPERATIONS = 1000
 
 
 class Client(Protocol):
@@ -74,7 +70,7 @@ class Client(Protocol):
 
 
 class Controller:
-    """`start` to `stop`; `request` and `cancel` change the membership, `document` and `documents` tell of operations.
+    """Runs from `start` to `stop`; `operations` are what changes the membership.
 
     `failed` resolves with a message when no rank can be brought up.
     """
@@ -105,6 +101,15 @@ class Controller:
             on_loaded=self._loaded,
             on_lost=self._lost,
         )
+        self.operations = Operations(
+            config,
+            self.machine,
+            balance,
+            perform=self._perform,
+            later=self._later,
+            states=lambda: {rank.rank_id: self.state_of(rank) for rank in self.ranks},
+            on_done=self._vacate,
+        )
         self._max_start_failures = max_start_failures
         self._on_loaded = on_loaded
         self._on_lost = on_lost
@@ -113,11 +118,9 @@ class Controller:
         self._planned_slots: dict[str, list[list[int]]] = {}
         self._epoch_attempt = 0
         self._draining: tuple[str, ...] = ()
-        self._records: list[OperationRecord] = []
         self._waiting_for_store: list[membership.Prepare] = []
         self._timers: set[asyncio.TimerHandle] = set()
         self._num_start_failures = 0
-        self._num_heal_failures = 0
         self._has_started = False
         self.num_losses = 0
         self.failed: asyncio.Future[str] | None = None
@@ -150,79 +153,13 @@ class Controller:
             logger.error("%s ended", task.get_name(), exc_info=error)
             self._give_up(f"{task.get_name()} ended with {type(error).__name__}: {error}")
 
-    # ---- operations --------------------------------------------------------------------------------------------------
-
-    @property
-    def max_size(self) -> int:
-        """The most ranks that may be asked for."""
-        return self._config.max_data_parallel_size or max(8, self._config.data_parallel_size)
-
-    def request(
-        self,
-        *,
-        size: int | None = None,
-        remove: Sequence[str] = (),
-        replace: Sequence[str] = (),
-        drain_timeout_s: float | None = None,
-        drain_may_replay: bool = True,
-        deadline_s: float = 600.0,
-        dry_run: bool = False,
-        idempotency_key: str | None = None,
-    ) -> dict[str, Any]:
-        """Begin an operation; its document. Raises `InvalidRequestError` or `ConflictError`."""
-        for record in self._records:
-            if idempotency_key is not None and record.idempotency_key == idempotency_key:
-                return self._document(record)
-        size = self._checked_size(size, remove, replace)
-        gone = (*remove, *replace)
-        if dry_run:
-            return self._forecast(size, gone)
-        machine = self.machine
-        if self.is_busy:
-            running = machine.operation
-            number = "" if running is None else f" ({self._records[running.number].operation_id})"
-            raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
-        if self._config.tensor_parallel_size > 1:
-            raise InvalidRequestError("ranks of several workers cannot be added or removed while serving yet")
-        actions = machine.request(
-            size=size, remove=gone, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
-        )
-        target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
-        record = self._note_new(target, idempotency_key)
-        asyncio.get_running_loop().call_later(deadline_s, self._on_deadline, record)
-        self._perform(actions)
-        return self._document(record)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the membership is changing."""
-        return self.machine.operation is not None or not self.machine.lives
-
-    def cancel(self, operation_id: str) -> dict[str, Any]:
-        """Undo an operation before its commit; `ConflictError` when it is too late."""
-        record = self._find(operation_id)
-        actions = self.machine.cancel("cancelled") if self.machine.operation is record.operation else []
-        if not actions:
-            raise ConflictError(
-                f"operation {operation_id} is {record.operation.phase}; it cannot be cancelled any more"
-            )
-        self._perform(actions)
-        return self._document(record)
-
-    def document(self, operation_id: str) -> dict[str, Any]:
-        return self._document(self._find(operation_id))
-
-    def documents(self) -> list[dict[str, Any]]:
-        """All remembered operations, newest last."""
-        return [self._document(record) for record in self._records]
-
     def status(self) -> dict[str, Any]:
         """What `GET /elastic/status` says beside the ranks."""
-        operation = self.machine.operation
+        running = self.operations.running
         status: dict[str, Any] = {
             "epoch": self.machine.epoch,
             "desired_size": self.machine.desired_size,
-            "operation": None if operation is None else self._document(self._records[operation.number]),
+            "operation": None if running is None else self.operations.document(running.operation_id),
         }
         if self.balance is not None and (placement := self.balance.placement) is not None:
             status["placement"] = {
@@ -270,9 +207,9 @@ class Controller:
                     logger.warning("rank %s could not prepare: %s", rank_id, message.error)
                 self._perform(machine.rank_prepared(rank_id, message.attempt, message.error))
             case Parked():
-                operation = machine.operation
-                if operation is not None and self._records[operation.number].first_parked_s is None:
-                    self._records[operation.number].first_parked_s = time.monotonic()
+                running = self.operations.running
+                if running is not None and running.first_parked_s is None:
+                    running.first_parked_s = time.monotonic()
                 self._perform(machine.rank_parked(rank_id, message.attempt))
             case Applied():
                 self._perform(machine.rank_applied(rank_id, message.attempt))
@@ -318,11 +255,11 @@ class Controller:
     # ---- actions -----------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Iterable[Action]) -> None:
-        self._note_phases()
+        self.operations.note_phases()
         for action in actions:
             self._act(action)
-        self._note_phases()
-        self._heal_if_due()
+        self.operations.note_phases()
+        self.operations.heal_if_due()
 
     def _act(self, action: Action) -> None:
         match action:
@@ -405,9 +342,8 @@ class Controller:
         if self.machine.attempt is None or self.machine.attempt.number != action.attempt:
             return
         plan = self._plans[action.attempt] = self.balance.plan(action.members)
-        operation = self.machine.operation
-        if operation is not None:
-            self._records[operation.number].bytes_moved = plan.num_fills * self._expert_bytes
+        if (running := self.operations.running) is not None:
+            running.bytes_moved = plan.num_fills * self.balance.expert_bytes
         slots = plan.placement.slots
         host, port = self._store.address
         for position, rank_id in enumerate(action.members):
@@ -424,10 +360,6 @@ class Controller:
                 fills=[(fill.layer, fill.expert, fill.slot) for fill in plan.fills.get(rank_id, ())],
             )
             self._client.send_to(rank_id, form)
-
-    @property
-    def _expert_bytes(self) -> int:
-        return 0 if self.balance is None else self.balance.expert_bytes
 
     def _begin(self, action: membership.Begin) -> None:
         logger.info("epoch %d begins with %s", action.epoch, ", ".join(action.members))
@@ -461,6 +393,11 @@ class Controller:
         self.ranks.end(rank_id)
         self._client.rank_leaves(rank_id)
 
+    def _vacate(self) -> None:
+        """An operation is done: its members forget what the epoch before had in slots that are empty now."""
+        if self.balance is not None and self.machine.lives:
+            self._tell(self.machine.members, Vacate(version=self.balance.version))
+
     def _tell(self, rank_ids: Iterable[str], message: messages.ToRank) -> None:
         for rank_id in rank_ids:
             self._client.send_to(rank_id, message)
@@ -484,131 +421,6 @@ class Controller:
     def _soon(self, events: Callable[[], list[Action]]) -> None:
         """Enter events that follow at once, when the present ones are done with."""
         self._later(0.0, lambda: self._perform(events()))
-
-    def _on_deadline(self, record: OperationRecord) -> None:
-        if self.machine.operation is record.operation:
-            self._perform(self.machine.cancel("the deadline has passed"))
-
-    def _heal_if_due(self) -> None:
-        """Grow back to the size that was asked for, some time after a failure."""
-        machine = self.machine
-        if not self._config.self_heal or self.is_busy or len(machine.members) >= machine.desired_size:
-            return
-        if self._num_heal_failures >= MAX_HEAL_FAILURES:
-            return
-        last = machine.operations[-1]
-        if last.origin == "heal" and last.phase == "rolled_back" and self._records[last.number].idempotency_key is None:
-            self._records[last.number].idempotency_key = ""  # counted
-            self._num_heal_failures += 1
-            if self._num_heal_failures >= MAX_HEAL_FAILURES:
-                logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
-                return
-        epoch = machine.epoch
-        self._later(backoff_s(self._num_heal_failures + 1), lambda: self._heal(epoch))
-
-    def _heal(self, epoch: int) -> None:
-        machine = self.machine
-        if epoch != machine.epoch or self.is_busy or len(machine.members) >= machine.desired_size:
-            return
-        actions = machine.request(size=machine.desired_size, origin="heal")
-        self._note_new({"data_parallel_size": machine.desired_size}, None)
-        self._perform(actions)
-
-    # ---- records -----------------------------------------------------------------------------------------------------
-
-    def _note_new(self, target: dict[str, Any], idempotency_key: str | None) -> OperationRecord:
-        operation = self.machine.operations[len(self._records)]
-        record = OperationRecord(
-            operation=operation,
-            operation_id=f"op-{operation.number}-{uuid.uuid4().hex[:8]}",
-            from_epoch=self.machine.epoch,
-            target=target,
-            idempotency_key=idempotency_key,
-        )
-        self._records.append(record)
-        return record
-
-    def _note_phases(self) -> None:
-        now_s = time.time()
-        while len(self._records) < len(self.machine.operations):
-            operation = self.machine.operations[len(self._records)]
-            self._note_new({"data_parallel_size": operation.size}, None)
-        for record in self._records[-4:]:
-            was_ended = record.began and record.began[-1][0] in membership.ENDED
-            record.note_phase(now_s)
-            if record.operation.has_ended and not was_ended:
-                self._note_end(record)
-
-    def _note_end(self, record: OperationRecord) -> None:
-        operation = record.operation
-        if operation.phase == "done":
-            record.to_epoch = self.machine.epoch
-            waited_s = 0.0 if record.first_parked_s is None else time.monotonic() - record.first_parked_s
-            record.pause_s = round(waited_s, 6)
-            if operation.origin in ("user", "heal"):
-                self._num_heal_failures = 0
-            if self.balance is not None and self.machine.lives:
-                self._tell(self.machine.members, Vacate(version=self.balance.version))
-        logger.info(
-            "operation %s (%s): %s %s", record.operation_id, operation.origin, operation.phase, operation.error or ""
-        )
-
-    def _document(self, record: OperationRecord) -> dict[str, Any]:
-        record.ranks = {rank.rank_id: self.state_of(rank) for rank in self.ranks}
-        return record.document(time.time())
-
-    def _find(self, operation_id: str) -> OperationRecord:
-        for record in self._records:
-            if record.operation_id == operation_id:
-                return record
-        raise NotFoundError(f"there is no operation {operation_id[:100]!r}", code="operation_not_found")
-
-    # ---- what may be asked -------------------------------------------------------------------------------------------
-
-    def _checked_size(self, size: int | None, remove: Sequence[str], replace: Sequence[str]) -> int:
-        members = self.machine.members
-        for name, ranks in (("remove_ranks", remove), ("replace_ranks", replace)):
-            if unknown := [rank for rank in ranks if rank not in members]:
-                raise InvalidRequestError(
-                    f"{name} names {', '.join(map(str, unknown))}; the ranks are {', '.join(members)}", param=name
-                )
-        if size is None:
-            size = len(members) - len(remove)
-            if size < self._config.min_survivable_size:
-                raise InvalidRequestError(
-                    f"remove_ranks would leave {size} ranks; at least {self._config.min_survivable_size} must stay",
-                    param="remove_ranks",
-                )
-        least = self._config.min_survivable_size
-        if not least <= size <= self.max_size:
-            raise InvalidRequestError(
-                f"data_parallel_size is {size}; it must be from {least} to {self.max_size} "
-                "(min_survivable_size, max_data_parallel_size)",
-                param="data_parallel_size",
-            )
-        return size
-
-    def _forecast(self, size: int, gone: Sequence[str]) -> dict[str, Any]:
-        """What an operation would do, without doing it."""
-        stay = [rank for rank in self.machine.members if rank not in gone][:size]
-        newcomers = [f"new-{number}" for number in range(size - len(stay))]
-        document: dict[str, Any] = {
-            "operation_id": None,
-            "phase": "planning",
-            "dry_run": True,
-            "target": {"data_parallel_size": size, "members": [*stay, *newcomers]},
-            "bytes_moved": 0,
-        }
-        if self.balance is not None and self.balance.placement is not None:
-            plan = self.balance.plan([*stay, *newcomers])
-            held = (plan.placement.slots >= 0).sum((0, 2)).tolist()
-            document["bytes_moved"] = plan.num_fills * self._expert_bytes
-            document["expert_bytes"] = {
-                rank: count * self._expert_bytes for rank, count in zip([*stay, *newcomers], held, strict=True)
-            }
-        pauses = [record.pause_s for record in self._records if record.pause_s]
-        document["expected_pause_seconds"] = max(pauses) if pauses else None
-        return document
 
     def _give_up(self, cause: str) -> None:
         if self.failed is not None and not self.failed.done():

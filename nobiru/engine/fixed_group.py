@@ -38,6 +38,7 @@ class FixedGroup:
         on_loaded: Callable[[Rank, Loaded], None],
         on_lost: Callable[[Rank, Sequence[int]], None],
     ) -> None:
+        self.operations = NoOperations()
         self._client = client
         self._begin_process = begin_process
         self._on_loaded = on_loaded
@@ -70,10 +71,6 @@ class FixedGroup:
     @property
     def failed(self) -> asyncio.Future[str] | None:
         return self._group.failed
-
-    @property
-    def is_busy(self) -> bool:
-        return False
 
     def launch_now(self) -> None:
         self._group.launch_now()
@@ -113,19 +110,6 @@ class FixedGroup:
             return {"epoch": self._group.num_restarts}
         return {"epoch": self._experts.epoch, "placement": self._experts.status()}
 
-    def request(self, **asked: Any) -> dict[str, Any]:
-        """Refused: `InvalidRequestError`."""
-        raise InvalidRequestError("ranks of several workers cannot be added or removed while serving yet")
-
-    def cancel(self, operation_id: str) -> dict[str, Any]:
-        raise NotFoundError(f"there is no operation {operation_id[:100]!r}", code="operation_not_found")
-
-    def document(self, operation_id: str) -> dict[str, Any]:
-        return self.cancel(operation_id)
-
-    def documents(self) -> list[dict[str, Any]]:
-        return []
-
     def _launch(self, position: int, rank_id: str) -> tuple[RankProcess, Recorder]:
         slots = None if self._balance is None else self._balance.slots_of(position)
         return self._begin_process(rank_id, position, slots)
@@ -142,3 +126,22 @@ class FixedGroup:
         if self._experts is not None:
             self._experts.rank_lost(rank.rank_id)
         self._on_lost(rank, executing)
+
+
+class NoOperations:
+    """Refuses all changes."""
+
+    is_busy = False
+
+    def request(self, **asked: Any) -> dict[str, Any]:
+        """Refused: `InvalidRequestError`."""
+        raise InvalidRequestError("ranks of several workers cannot be added or removed while serving yet")
+
+    def cancel(self, operation_id: str) -> dict[str, Any]:
+        raise NotFoundError(f"there is no operation {operation_id[:100]!r}", code="operation_not_found")
+
+    def document(self, operation_id: str) -> dict[str, Any]:
+        return self.cancel(operation_id)
+
+    def documents(self) -> list[dict[str, Any]]:
+        return []

@@ -59,7 +59,7 @@ class ElasticRoutes:
         drain_s: float | None = None if timeout is None else float(timeout)
         if drain_s is None and self._services.config.drain_by_default:
             drain_s = DRAIN_TIMEOUT_S
-        control = self._services.client.ranks
+        control = self._services.client.operations
         document = control.request(size=size, drain_timeout_s=drain_s, drain_may_replay=False)
         operation_id = document["operation_id"]
         with DisconnectWatch(request.receive):
@@ -72,26 +72,26 @@ class ElasticRoutes:
 
     async def is_scaling(self, request: Request) -> Response:
         """Whether the number of ranks is changing."""
-        return JsonResponse({"is_scaling_elastic_ep": self._services.client.ranks.is_busy})
+        return JsonResponse({"is_scaling_elastic_ep": self._services.client.operations.is_busy})
 
     async def create_operation(self, request: Request) -> Response:
         """Begin a change of the ranks; answered at once."""
         self._check_admin(request)
         fields = Fields(await self._body(request), _OPERATION_FIELDS)
         asked = _parse_operation(fields, drain_by_default=self._services.config.drain_by_default)
-        return JsonResponse(self._services.client.ranks.request(**asked), 202)
+        return JsonResponse(self._services.client.operations.request(**asked), 202)
 
     async def list_operations(self, request: Request) -> Response:
         """All operations, oldest first, also those the server began by itself."""
-        return JsonResponse({"operations": self._services.client.ranks.documents()})
+        return JsonResponse({"operations": self._services.client.operations.documents()})
 
     async def get_operation(self, request: Request) -> Response:
-        return JsonResponse(self._services.client.ranks.document(request.path_params["operation_id"]))
+        return JsonResponse(self._services.client.operations.document(request.path_params["operation_id"]))
 
     async def cancel_operation(self, request: Request) -> Response:
         """Undo an operation that is not committed yet."""
         self._check_admin(request)
-        return JsonResponse(self._services.client.ranks.cancel(request.path_params["operation_id"]))
+        return JsonResponse(self._services.client.operations.cancel(request.path_params["operation_id"]))
 
     async def _body(self, request: Request) -> dict[str, Any]:
         config = self._services.config

@@ -1,0 +1,253 @@
+"""Operations: changes of the ranks that somebody asks for, and those that happen; their history, and healing.
+
+Owns what may be asked, what is remembered of each operation, and when a group that has lost ranks grows back. Decisions
+about members are `nobiru.elastic.membership`'s; whatever it says is to be done goes to `perform`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from nobiru.config import EngineConfig
+from nobiru.elastic import membership
+from nobiru.elastic.membership import Action, Membership
+from nobiru.elastic.records import OperationRecord
+from nobiru.engine.expert_balance import ExpertBalance
+from nobiru.engine.supervisor import backoff_s
+from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAL_FAILURES = 5
+
+
+class Operations:
+    """`request` and `cancel` change the membership, `document` and `documents` tell of it.
+
+    `note_phases` is to be called whenever the machine has been told something, `heal_if_due` when that is settled.
+    `states` gives the ranks' states by id; `later(seconds, call)` calls something, also `on_settled`, which is told
+    when an operation is done.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        machine: Membership,
+        balance: ExpertBalance | None,
+        *,
+        perform: Callable[[Iterable[Action]], None],
+        later: Callable[[float, Callable[[], None]], None],
+        states: Callable[[], Mapping[str, str]],
+        on_done: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._machine = machine
+        self._balance = balance
+        self._perform = perform
+        self._later = later
+        self._states = states
+        self._on_done = on_done
+        self._records: list[OperationRecord] = []
+        self._num_heal_failures = 0
+
+    @property
+    def running(self) -> OperationRecord | None:
+        """The record of the operation that is running."""
+        operation = self._machine.operation
+        return None if operation is None else self._records[operation.number]
+
+    @property
+    def max_size(self) -> int:
+        """The most ranks that may be asked for."""
+        return self._config.max_data_parallel_size or max(8, self._config.data_parallel_size)
+
+    def request(
+        self,
+        *,
+        size: int | None = None,
+        remove: Sequence[str] = (),
+        replace: Sequence[str] = (),
+        drain_timeout_s: float | None = None,
+        drain_may_replay: bool = True,
+        deadline_s: float = 600.0,
+        dry_run: bool = False,
+        idempotency_key: str | None = None,
+    ) -> dict[str, Any]:
+        """Begin an operation; its document. Raises `InvalidRequestError` or `ConflictError`."""
+        for record in self._records:
+            if idempotency_key is not None and record.idempotency_key == idempotency_key:
+                return self._document(record)
+        size = self._checked_size(size, remove, replace)
+        gone = (*remove, *replace)
+        if dry_run:
+            return self._forecast(size, gone)
+        machine = self._machine
+        if self.is_busy:
+            running = machine.operation
+            number = "" if running is None else f" ({self._records[running.number].operation_id})"
+            raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
+        if self._config.tensor_parallel_size > 1:
+            raise InvalidRequestError("ranks of several workers cannot be added or removed while serving yet")
+        actions = machine.request(
+            size=size, remove=gone, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
+        )
+        target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
+        record = self._note_new(target, idempotency_key)
+        self._later(deadline_s, lambda: self._on_deadline(record))
+        self._perform(actions)
+        return self._document(record)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the membership is changing."""
+        return self._machine.operation is not None or not self._machine.lives
+
+    def cancel(self, operation_id: str) -> dict[str, Any]:
+        """Undo an operation before its commit; `ConflictError` when it is too late."""
+        record = self._find(operation_id)
+        actions = self._machine.cancel("cancelled") if self._machine.operation is record.operation else []
+        if not actions:
+            raise ConflictError(
+                f"operation {operation_id} is {record.operation.phase}; it cannot be cancelled any more"
+            )
+        self._perform(actions)
+        return self._document(record)
+
+    def document(self, operation_id: str) -> dict[str, Any]:
+        return self._document(self._find(operation_id))
+
+    def documents(self) -> list[dict[str, Any]]:
+        """All remembered operations, newest last."""
+        return [self._document(record) for record in self._records]
+
+    def _on_deadline(self, record: OperationRecord) -> None:
+        if self._machine.operation is record.operation:
+            self._perform(self._machine.cancel("the deadline has passed"))
+
+    def heal_if_due(self) -> None:
+        """Grow back to the size that was asked for, some time after a failure."""
+        machine = self._machine
+        if not self._config.self_heal or self.is_busy or len(machine.members) >= machine.desired_size:
+            return
+        if self._num_heal_failures >= MAX_HEAL_FAILURES:
+            return
+        last = machine.operations[-1]
+        if last.origin == "heal" and last.phase == "rolled_back" and self._records[last.number].idempotency_key is None:
+            self._records[last.number].idempotency_key = ""  # counted
+            self._num_heal_failures += 1
+            if self._num_heal_failures >= MAX_HEAL_FAILURES:
+                logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
+                return
+        epoch = machine.epoch
+        self._later(backoff_s(self._num_heal_failures + 1), lambda: self._heal(epoch))
+
+    def _heal(self, epoch: int) -> None:
+        machine = self._machine
+        if epoch != machine.epoch or self.is_busy or len(machine.members) >= machine.desired_size:
+            return
+        actions = machine.request(size=machine.desired_size, origin="heal")
+        self._note_new({"data_parallel_size": machine.desired_size}, None)
+        self._perform(actions)
+
+    # ---- records -----------------------------------------------------------------------------------------------------
+
+    def _note_new(self, target: dict[str, Any], idempotency_key: str | None) -> OperationRecord:
+        operation = self._machine.operations[len(self._records)]
+        record = OperationRecord(
+            operation=operation,
+            operation_id=f"op-{operation.number}-{uuid.uuid4().hex[:8]}",
+            from_epoch=self._machine.epoch,
+            target=target,
+            idempotency_key=idempotency_key,
+        )
+        self._records.append(record)
+        return record
+
+    def note_phases(self) -> None:
+        now_s = time.time()
+        while len(self._records) < len(self._machine.operations):
+            operation = self._machine.operations[len(self._records)]
+            self._note_new({"data_parallel_size": operation.size}, None)
+        for record in self._records[-4:]:
+            was_ended = record.began and record.began[-1][0] in membership.ENDED
+            record.note_phase(now_s)
+            if record.operation.has_ended and not was_ended:
+                self._note_end(record)
+
+    def _note_end(self, record: OperationRecord) -> None:
+        operation = record.operation
+        if operation.phase == "done":
+            record.to_epoch = self._machine.epoch
+            waited_s = 0.0 if record.first_parked_s is None else time.monotonic() - record.first_parked_s
+            record.pause_s = round(waited_s, 6)
+            if operation.origin in ("user", "heal"):
+                self._num_heal_failures = 0
+            self._on_done()
+        logger.info(
+            "operation %s (%s): %s %s", record.operation_id, operation.origin, operation.phase, operation.error or ""
+        )
+
+    def _document(self, record: OperationRecord) -> dict[str, Any]:
+        record.ranks = dict(self._states())
+        return record.document(time.time())
+
+    def _find(self, operation_id: str) -> OperationRecord:
+        for record in self._records:
+            if record.operation_id == operation_id:
+                return record
+        raise NotFoundError(f"there is no operation {operation_id[:100]!r}", code="operation_not_found")
+
+    # ---- what may be asked -------------------------------------------------------------------------------------------
+
+    def _checked_size(self, size: int | None, remove: Sequence[str], replace: Sequence[str]) -> int:
+        members = self._machine.members
+        for name, ranks in (("remove_ranks", remove), ("replace_ranks", replace)):
+            if unknown := [rank for rank in ranks if rank not in members]:
+                raise InvalidRequestError(
+                    f"{name} names {', '.join(map(str, unknown))}; the ranks are {', '.join(members)}", param=name
+                )
+        if size is None:
+            size = len(members) - len(remove)
+            if size < self._config.min_survivable_size:
+                raise InvalidRequestError(
+                    f"remove_ranks would leave {size} ranks; at least {self._config.min_survivable_size} must stay",
+                    param="remove_ranks",
+                )
+        least = self._config.min_survivable_size
+        if not least <= size <= self.max_size:
+            raise InvalidRequestError(
+                f"data_parallel_size is {size}; it must be from {least} to {self.max_size} "
+                "(min_survivable_size, max_data_parallel_size)",
+                param="data_parallel_size",
+            )
+        return size
+
+    def _forecast(self, size: int, gone: Sequence[str]) -> dict[str, Any]:
+        """What an operation would do, without doing it."""
+        stay = [rank for rank in self._machine.members if rank not in gone][:size]
+        newcomers = [f"new-{number}" for number in range(size - len(stay))]
+        document: dict[str, Any] = {
+            "operation_id": None,
+            "phase": "planning",
+            "dry_run": True,
+            "target": {"data_parallel_size": size, "members": [*stay, *newcomers]},
+            "bytes_moved": 0,
+        }
+        if self._balance is not None and self._balance.placement is not None:
+            plan = self._balance.plan([*stay, *newcomers])
+            held = (plan.placement.slots >= 0).sum((0, 2)).tolist()
+            document["bytes_moved"] = plan.num_fills * self._expert_bytes
+            document["expert_bytes"] = {
+                rank: count * self._expert_bytes for rank, count in zip([*stay, *newcomers], held, strict=True)
+            }
+        pauses = [record.pause_s for record in self._records if record.pause_s]
+        document["expected_pause_seconds"] = max(pauses) if pauses else None
+        return document
+
+    @property
+    def _expert_bytes(self) -> int:
+        return 0 if self._balance is None else self._balance.expert_bytes
