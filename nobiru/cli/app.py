@@ -9,7 +9,11 @@ import typer
 from nobiru import __version__
 from nobiru.cli.bench import app as bench_app
 from nobiru.cli.embed import embed
+from nobiru.cli.scale import EPILOG as SCALE_EPILOG
+from nobiru.cli.scale import scale
 from nobiru.cli.serve import serve
+from nobiru.cli.status import EPILOG as STATUS_EPILOG
+from nobiru.cli.status import status
 
 EPILOG = "Every option can be set in the environment too: --max-num-seqs is NOBIRU_MAX_NUM_SEQS."
 
@@ -22,6 +26,8 @@ app = typer.Typer(
 )
 app.command(epilog=EPILOG)(serve)
 app.command(epilog=EPILOG)(embed)
+app.command(epilog=SCALE_EPILOG)(scale)
+app.command(epilog=STATUS_EPILOG)(status)
 app.add_typer(bench_app, name="bench")
 
 
@@ -44,4 +50,6 @@ def nobiru(
     [bold]nobiru embed texts.jsonl -o vectors.jsonl[/bold]  embeds a file.
 
     [bold]nobiru bench serve[/bold]  measures a running server.
+
+    [bold]nobiru scale 4[/bold]  gives a running server another number of ranks; [bold]nobiru status[/bold] shows them.
     """

@@ -1,0 +1,188 @@
+"""Ranks come and go while texts are written: no token is lost, twice or different, and nobody notices a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generation_requests import CACHE, PROMPTS, generation, text_of
+from ranks import is_alive, running, until
+
+from nobiru import LLM, SamplingParams
+from nobiru.engine.client import ZmqClient
+from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
+SPREAD = {**CACHE, "enable_expert_parallel": True, "data_parallel_size": 2}
+MAX_PAUSE_S = 2.0  # far above what it is, for loaded machines
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from small_models import make
+
+    return make("qwen3-moe", tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def expected(moe_model: Path) -> list[list[int]]:
+    llm = LLM(str(moe_model), dtype="float32", num_threads=1, **CACHE)
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@asynccontextmanager
+async def under_load(client: ZmqClient, expected: list[list[int]]) -> AsyncIterator[None]:
+    """Clients ask for texts one after another, and each text is the undisturbed one."""
+    ends = asyncio.Event()
+
+    async def ask(number: int) -> int:
+        count = 0
+        while not ends.is_set():
+            place = (number + count) % len(PROMPTS)
+            assert await text_of(client.generate(generation(PROMPTS[place], GREEDY))) == expected[place]
+            count += 1
+        return count
+
+    work = [asyncio.create_task(ask(number)) for number in range(4)]
+    try:
+        yield
+    finally:
+        ends.set()
+        async with asyncio.timeout(60):
+            counts = await asyncio.gather(*work)
+        assert min(counts) > 0
+
+
+async def ended(client: ZmqClient, operation_id: str) -> dict[str, Any]:
+    await until(lambda: client.operations.document(operation_id)["phase"] in ("done", "rolled_back", "failed"))
+    return client.operations.document(operation_id)
+
+
+def members(client: ZmqClient) -> list[str]:
+    return [rank["rank_id"] for rank in client.status()["ranks"] if rank["state"] == "serving"]
+
+
+async def whole(client: ZmqClient, size: int) -> None:
+    await until(lambda: not client.operations.is_busy and len(members(client)) == size)
+
+
+Scene = Callable[[ZmqClient], Awaitable[None]]
+
+
+def play(moe_model: Path, expected: list[list[int]], scene: Scene, **options: Any) -> None:
+    """A scene under load; afterwards no request is left and no process."""
+
+    async def main() -> None:
+        async with running(moe_model, faults="step_delay_ms=5", **{**SPREAD, **options}) as client:
+            await until(lambda: client.has_working_rank)
+            async with under_load(client, expected):
+                await scene(client)
+            assert client.queued_requests == 0
+            pids = [rank["pid"] for rank in client.status()["ranks"]]
+        assert not any(is_alive(pid) for pid in pids)
+
+    asyncio.run(main())
+
+
+def test_the_group_grows_and_shrinks_to_one_and_back(moe_model: Path, expected: list[list[int]]) -> None:
+    async def scene(client: ZmqClient) -> None:
+        pids = {rank["rank_id"]: rank["pid"] for rank in client.status()["ranks"]}
+        for number, size in enumerate((3, 1, 2), start=2):
+            document = client.operations.request(size=size)
+            document = await ended(client, document["operation_id"])
+            assert document["phase"] == "done"
+            assert document["to_epoch"] == number
+            assert 0 < document["pause_seconds"] < MAX_PAUSE_S
+            assert len(members(client)) == size
+        assert members(client)[0] == "r0"
+        assert client.status()["ranks"][0]["pid"] == pids["r0"], "who stays keeps its process"
+        assert not is_alive(pids["r1"])
+
+    play(moe_model, expected, scene)
+
+
+def test_named_ranks_are_removed_and_replaced(moe_model: Path, expected: list[list[int]]) -> None:
+    async def scene(client: ZmqClient) -> None:
+        document = client.operations.request(replace=["r0"], idempotency_key="one")
+        assert (
+            client.operations.request(replace=["r0"], idempotency_key="one")["operation_id"] == document["operation_id"]
+        )
+        with pytest.raises(ConflictError, match="another change"):
+            client.operations.request(size=3)
+        assert (await ended(client, document["operation_id"]))["phase"] == "done"
+        assert members(client) == ["r1", "r2"]
+        document = client.operations.request(remove=["r1"], drain_timeout_s=30.0)
+        assert (await ended(client, document["operation_id"]))["phase"] == "done"
+        assert members(client) == ["r2"]
+
+    play(moe_model, expected, scene)
+
+
+def test_a_cancelled_growth_leaves_no_trace(moe_model: Path, expected: list[list[int]]) -> None:
+    async def scene(client: ZmqClient) -> None:
+        before = client.status()
+        document = client.operations.request(size=3)
+        await asyncio.sleep(0.2)
+        client.operations.cancel(document["operation_id"])
+        assert (await ended(client, document["operation_id"]))["phase"] == "rolled_back"
+        with pytest.raises(ConflictError, match="cannot be cancelled"):
+            client.operations.cancel(document["operation_id"])
+        await whole(client, 2)
+        after = client.status()
+        assert after["epoch"] == before["epoch"]
+        assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
+
+    play(moe_model, expected, scene)
+
+
+@pytest.mark.parametrize("victim", ["member", "newcomer"])
+def test_a_death_during_growth_costs_no_token(moe_model: Path, expected: list[list[int]], victim: str) -> None:
+    async def scene(client: ZmqClient) -> None:
+        document = client.operations.request(size=3)
+        await until(lambda: len(client.status()["ranks"]) == 3)
+        place = 1 if victim == "member" else 2
+        os.kill(client.status()["ranks"][place]["pid"], signal.SIGKILL)
+        assert (await ended(client, document["operation_id"]))["phase"] == "rolled_back"
+        await whole(client, 3 if victim == "member" else 2)
+
+    play(moe_model, expected, scene)
+
+
+def test_without_healing_the_survivors_go_on(moe_model: Path, expected: list[list[int]]) -> None:
+    async def scene(client: ZmqClient) -> None:
+        os.kill(client.status()["ranks"][0]["pid"], signal.SIGKILL)
+        await until(lambda: members(client) == ["r1"] and not client.operations.is_busy)
+        await asyncio.sleep(1.0)
+        assert members(client) == ["r1"]
+        placement = client.status()["placement"]
+        assert sorted(each for each in placement["slots"]["r1"][0] if each >= 0) == list(
+            range(placement["num_experts"])
+        )
+
+    play(moe_model, expected, scene, self_heal=False)
+
+
+def test_what_cannot_be_done_is_refused(moe_model: Path, expected: list[list[int]]) -> None:
+    async def scene(client: ZmqClient) -> None:
+        operations = client.operations
+        for asked, message in (
+            ({"size": 0}, "data_parallel_size is 0"),
+            ({"size": 100}, "data_parallel_size is 100"),
+            ({"remove": ["r9"]}, "remove_ranks names r9"),
+            ({"remove": ["r0", "r1"]}, "would leave 0 ranks"),
+        ):
+            with pytest.raises(InvalidRequestError, match=message):
+                operations.request(**asked)  # type: ignore[arg-type]
+        with pytest.raises(NotFoundError):
+            operations.document("op-none")
+        forecast = operations.request(size=1, dry_run=True)
+        assert forecast["bytes_moved"] > 0
+        assert len(members(client)) == 2
+
+    play(moe_model, expected, scene)
