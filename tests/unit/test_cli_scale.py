@@ -49,11 +49,13 @@ class Scripted:
                 status, content = answer() if callable(answer) else answer
                 content = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("location", "/here")
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_DELETE = _answer  # noqa: N815
+            do_GET = do_POST = do_DELETE = _answer
 
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
@@ -392,6 +394,7 @@ def test_redirects_and_proxies_do_not_get_the_key(scripted: Scripted, monkeypatc
     assert Server(scripted.url, "k").get("/here") == {}
     with pytest.raises(NobiruError, match="HTTP 302"):
         Server(scripted.url, "k").get("/moved")
+    assert [path for _, path, _ in scripted.asked] == ["/here", "/moved"]
 
 
 def test_a_silent_server() -> None:
