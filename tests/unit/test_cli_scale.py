@@ -99,10 +99,8 @@ def document(*phases: str, error: str | None = None, **fields: Any) -> dict[str,
 STATES = {"r0": "serving", "r1": "serving", "r2": "launching"}
 PREPARING = document("preparing", ranks=STATES)
 COMMITTING = document("preparing", "draining", "committing", ranks=STATES, bytes_moved=3_000_000)
-DONE = document(
-    *("preparing", "draining", "committing", "settling", "done"),
-    **{"ranks": STATES, "to_epoch": 4, "pause_s": 0.0125, "bytes_moved": 3_000_000},
-)
+PHASES = ("preparing", "draining", "committing", "settling", "done")
+DONE = document(*PHASES, ranks=STATES, to_epoch=4, pause_s=0.0125, bytes_moved=3_000_000)
 CANCELLED = document("preparing", "rolled_back", error="cancelled", ranks=STATES)
 
 
