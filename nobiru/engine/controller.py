@@ -248,7 +248,8 @@ class Controller:
         operation = self.machine.operation
         is_needed = not self.machine.lives and operation is not None and operation.origin in ("start", "failure")
         if is_needed and (rank.permanent or self._num_start_failures >= self._max_start_failures):
-            self._give_up(rank.cause or f"{self._num_start_failures} starts failed")
+            starts = f"{self._num_start_failures} starts failed: "
+            self._give_up(f"{'' if rank.permanent else starts}{rank.cause or 'for no known cause'}")
             return
         self._perform(actions)
 

@@ -70,13 +70,14 @@ def test_the_texts_are_those_of_one_rank(moe_model: Path, expected: list[list[in
 def test_a_death_costs_no_token_and_the_group_forms_anew(moe_model: Path, expected: list[list[int]]) -> None:
     async def main() -> None:
         async with running(moe_model, data_parallel_size=2, faults="step_delay_ms=20", **SPREAD) as client:
-            await until(lambda: client.has_working_rank)
+            await until(lambda: not client.operations.is_busy)
             for victim in (0, 1):
                 work = asyncio.create_task(texts_of(client, PROMPTS * 2))
                 await asyncio.sleep(0.25)
                 os.kill(pids(client)[victim], signal.SIGKILL)
                 assert await asyncio.wait_for(work, 60) == expected * 2
-            assert client.status()["epoch"] == 3
+                await until(lambda: len(client.serving_ranks) == 2 and not client.operations.is_busy)
+            assert client.status()["epoch"] == 5, "of the survivors, then with a new rank, twice"
             assert client.queued_requests == 0
 
     asyncio.run(main())
@@ -92,7 +93,7 @@ def test_a_rank_that_stands_still_is_replaced(moe_model: Path, expected: list[li
             await asyncio.sleep(0.15)
             os.kill(pids(client)[0], signal.SIGSTOP)
             assert await asyncio.wait_for(work, 60) == expected
-            assert client.status()["epoch"] == 2
+            assert client.status()["epoch"] >= 2
 
     asyncio.run(main())
 
@@ -174,6 +175,6 @@ def test_experts_move_while_texts_are_written(moe_model: Path, expected: list[li
             assert max(steps.balances[-5:]) > min(steps.balances[:5])
             os.kill(pids(client)[1], signal.SIGKILL)
             assert await asyncio.wait_for(texts_of(client, PROMPTS), 60) == expected
-            assert client.status()["epoch"] == 2
+            assert client.status()["epoch"] >= 2
 
     asyncio.run(main())

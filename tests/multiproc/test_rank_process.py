@@ -66,7 +66,7 @@ def test_killed_ranks_cost_no_request(model: Path, expected: list[np.ndarray]) -
                 os.kill(pid, signal.SIGKILL)
                 await until(lambda pid=pid: client.has_working_rank and rank_pid(client) != pid)
             np.testing.assert_allclose(await work, expected * 4, atol=1e-5)
-            assert client.status()["epoch"] == 2
+            assert client.status()["epoch"] == 3
             assert client.status()["ranks"][0]["rank_id"] == "r2"
 
     asyncio.run(main())
@@ -81,7 +81,7 @@ def test_an_input_that_kills_ranks_fails_alone(model: Path, expected: list[np.nd
             with pytest.raises(RequestKilledRankError, match=r"input\[1\]"):
                 await poisoned
             np.testing.assert_allclose(await embed_all(client, TEXTS[:3]), expected[:3], atol=1e-5)
-            assert client.status()["epoch"] == 3
+            assert client.status()["epoch"] == 4
             assert client.queued_tokens == 0
 
     asyncio.run(main())
@@ -95,7 +95,7 @@ def test_an_input_the_model_fails_on_fails_alone(model: Path, expected: list[np.
             np.testing.assert_allclose(await embed_all(client, TEXTS), expected, atol=1e-5)
             with pytest.raises(InferenceError):
                 await poisoned
-            assert client.status()["epoch"] == 0
+            assert client.status()["epoch"] == 1
 
     asyncio.run(main())
 
@@ -185,7 +185,7 @@ def test_a_damaged_folder_is_given_up_at_once(model: Path, tmp_path: Path) -> No
         async with running(tmp_path) as client:
             cause = await asyncio.wait_for(asyncio.shield(client.failed), 60)
             assert "safetensors" in cause
-            assert client.status()["epoch"] == 0
+            assert client.status()["epoch"] == 1
 
     asyncio.run(main())
 

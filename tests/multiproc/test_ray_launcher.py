@@ -129,7 +129,7 @@ def test_a_prompt_that_kills_ranks_fails_alone(nodes: Nodes, language_model: Pat
             assert all(len(text) == GREEDY.max_tokens for text in await texts_of(client, PROMPTS))
             with pytest.raises(RequestKilledRankError):
                 await poisoned
-            assert client.status()["epoch"] == 3
+            assert client.status()["epoch"] >= 3
 
     asyncio.run(main())
 
