@@ -25,7 +25,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def load_qwen2_moe(
-    folder: ModelFolder, precision: Precision, device: torch.device, slots_LS: SlotChoice | None = None
+    folder: ModelFolder,
+    precision: Precision,
+    device: torch.device,
+    slots_LS: SlotChoice | None = None,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """The decoder of a Qwen2-MoE folder; `ModelFolderError` names what cannot be honoured."""
     fields = ConfigFields(folder, DECODER_LIMITS)
@@ -33,12 +37,13 @@ def load_qwen2_moe(
     size = fields.size("shared_expert_intermediate_size", 5632)
 
     def read_shared(weights: ModelWeights, prefix: str) -> SharedExpert:
+        # Whole on each worker, which computes it for some of the tokens, as everything in a MoE layer.
         mlp = read_mlp(weights, f"{prefix}shared_expert.", config, size)
         gate_1C = weights.take(f"{prefix}shared_expert_gate.weight", 1, config.hidden_size)
         return SharedExpert(mlp=mlp, gate_1C=gate_1C)
 
     moe = _read_moe(fields, config, folder, read_shared, num_experts=60, top_k=4, intermediate_size=1408)
-    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS)
+    return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS, group=group)
 
 
 def load_qwen3_moe(

@@ -117,6 +117,7 @@ SPREAD_MOE: Mapping[str, SpreadMoeLoader] = MappingProxyType(
         "deepseek_v3": load_deepseek_v3,
         "mixtral": load_mixtral,
         "olmoe": load_olmoe,
+        "qwen2_moe": load_qwen2_moe,
         "qwen3_moe": load_qwen3_moe,
     }
 )

@@ -89,6 +89,7 @@ def check(folder: Path, size: int) -> None:
     for step, (hidden_TC, logits_TV) in enumerate(expected):
         for found in workers:
             torch.testing.assert_close(found[step][0], hidden_TC, atol=TOLERANCE, rtol=TOLERANCE)
+            assert torch.equal(found[step][0], workers[0][step][0]), "workers do not drift apart"
         torch.testing.assert_close(workers[0][step][1], logits_TV, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -97,7 +98,18 @@ def check(folder: Path, size: int) -> None:
     "name",
     [
         *("llama", "llama-biases", "llama-sharded", "mistral", "qwen2", "qwen3", "qwen3-bias"),
-        *("mixtral", "mixtral-bin", "qwen3-moe", "qwen3-moe-fused", "qwen3-moe-sparse", "olmoe", "olmoe-clipped"),
+        *(
+            "mixtral",
+            "mixtral-bin",
+            "qwen3-moe",
+            "qwen3-moe-fused",
+            "qwen3-moe-sparse",
+            "olmoe",
+            "olmoe-clipped",
+            "qwen2-moe",
+            "deepseek-v2",
+            "deepseek-v3",
+        ),
     ],
 )
 def test_small_models(tmp_path: Path, name: str, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nobiru import LLM, SamplingParams
 from nobiru.engine.client import ZmqClient
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1, logprobs=0)
+Text = tuple[list[int], list[float]]
 SPREAD: dict[str, Any] = {**CACHE, "enable_expert_parallel": True, "tensor_parallel_size": 2}
 
 
@@ -27,9 +29,25 @@ def moe_model() -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(moe_model: Path) -> list[list[int]]:
+def with_logprobs(moe_model: Path) -> list[Text]:
     llm = LLM(str(moe_model), dtype="float32", num_threads=1, **CACHE)
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    outputs = [each.outputs[0] for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    return [(each.token_ids, [token.logprob or 0.0 for token in each.logprobs or []]) for each in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(with_logprobs: list[Text]) -> list[list[int]]:
+    return [tokens for tokens, _ in with_logprobs]
+
+
+async def texts_with_logprobs(client: ZmqClient) -> list[Text]:
+    async def text(prompt: list[int]) -> Text:
+        stream = client.generate(generation(prompt, GREEDY))
+        tokens = [token async for delta in stream for token in delta.tokens]
+        stream.close()
+        return [token.token_id for token in tokens], [token.logprob or 0.0 for token in tokens]
+
+    return await asyncio.gather(*map(text, PROMPTS))
 
 
 async def texts_of(client: ZmqClient, prompts: list[list[int]]) -> list[list[int]]:
@@ -46,7 +64,7 @@ async def all_dead(pids: list[int]) -> None:
 
 @pytest.mark.parametrize(("size", "redundant"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.slow), (2, 3)])
 def test_the_texts_are_those_of_one_process(
-    moe_model: Path, expected: list[list[int]], size: int, redundant: int
+    moe_model: Path, expected: list[list[int]], with_logprobs: list[Text], size: int, redundant: int
 ) -> None:
     async def main() -> None:
         options = {"data_parallel_size": size, "num_redundant_experts": redundant}
@@ -55,6 +73,9 @@ def test_the_texts_are_those_of_one_process(
             assert await texts_of(client, PROMPTS) == expected
             assert await text_of(client.generate(generation(PROMPTS[2], GREEDY))) == expected[2]
             assert await client.probe(timeout_s=20)
+            for found, (tokens, logprobs) in zip(await texts_with_logprobs(client), with_logprobs, strict=True):
+                assert found[0] == tokens
+                np.testing.assert_allclose(found[1], logprobs, atol=1e-4)
             placement = client.status()["placement"]
             slots = np.concatenate([np.array(each) for each in placement["slots"].values()], axis=1)
             assert slots.shape[1] == size * 2 * placement["slot_capacity"]
@@ -127,3 +148,64 @@ def test_a_worker_that_stands_still_is_replaced_with_its_rank(moe_model: Path, e
             await all_dead(before[2:])
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_many_requests_with_random_aborts_leave_nothing_behind(moe_model: Path, expected: list[list[int]]) -> None:
+    chance = random.Random(0)
+    steps = Steps()
+
+    async def one(client: ZmqClient, number: int) -> None:
+        await asyncio.sleep(chance.random() * 4)
+        stream = client.generate(generation(PROMPTS[number], GREEDY))
+        if chance.random() < 0.4:
+            num_tokens = chance.randint(0, 10)
+            async for _ in stream:
+                num_tokens -= 1
+                if num_tokens <= 0:
+                    break
+            stream.close()
+        else:
+            assert await text_of(stream) == expected[number]
+
+    async def main() -> None:
+        async with running(moe_model, data_parallel_size=2, steps=steps, **SPREAD) as client:
+            await until(lambda: client.has_working_rank)
+            async with asyncio.timeout(120):
+                await asyncio.gather(*(one(client, chance.randrange(len(PROMPTS))) for _ in range(60)))
+            await until(lambda: steps.state is not None and steps.state.kv_usage == 0.0)
+            assert client.queued_requests == client.queued_tokens == 0
+            assert client.status()["epoch"] == 1
+            pids = all_pids(client)
+        await all_dead(pids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_on_a_ray_cluster(moe_model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]))
+    small = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+
+    async def main() -> None:
+        options = {"data_parallel_size": 2, "data_parallel_backend": "ray", "ray_address": cluster.address}
+        async with running(moe_model, **options, **SPREAD) as client:
+            await until(lambda: client.has_working_rank, timeout_s=120)
+            assert await texts_of(client, PROMPTS) == expected
+            pids = all_pids(client)
+            assert len(pids) == 4
+        await all_dead(pids)
+
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=2, **small)
+        asyncio.run(main())
+    finally:
+        cluster.shutdown()
