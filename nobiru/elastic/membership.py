@@ -159,10 +159,11 @@ class Membership:
     """Every method enters an event and gives what is to be done about it.
 
     `lives` says whether the members of `epoch` step together; if not, the next attempt is on its way. `loaded` are the
-    ranks whose model is loaded. `operations` is the history, newest last.
+    ranks whose model is loaded. `operations` is the history, newest last. An epoch has `min_size` members at least.
     """
 
     desired_size: int
+    min_size: int = 1
     epoch: int = 0
     members: tuple[str, ...] = ()
     lives: bool = False
@@ -414,7 +415,7 @@ class Membership:
             if not self.attempt.is_committed:
                 actions.append(Forget(self.attempt.number, self.members))
             self.attempt = None
-        size = len(self.members) or self.desired_size
+        size = max(len(self.members), self.min_size) if self.members else self.desired_size
         failure = Operation(number=len(self.operations), origin="failure", size=size, phase="preparing")
         self.operations.append(failure)
         actions += self._launch_missing(failure)

@@ -21,6 +21,7 @@ class OperationRecord:
     from_epoch: int
     target: dict[str, Any]
     idempotency_key: str | None = None
+    is_counted: bool = False  # among the tries to heal that failed
     to_epoch: int | None = None
     bytes_moved: int = 0
     first_parked_s: float | None = None

@@ -94,7 +94,8 @@ class Controller:
         self._client = client
         self._begin_process = begin_process
         self.balance = balance
-        self.machine = Membership(desired_size=config.data_parallel_size)
+        least = min(config.min_survivable_size, config.data_parallel_size)
+        self.machine = Membership(desired_size=config.data_parallel_size, min_size=least)
         self.ranks = Ranks(
             self._launch,
             rank_timeout_s=rank_timeout_s,

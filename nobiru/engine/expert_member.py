@@ -93,6 +93,7 @@ class ExpertMember:
         self._epoch: _Epoch | None = None
         self._standby: _Epoch | None = None
         self._preparing = 0  # the attempt, while its thread runs
+        self._filling = threading.Lock()
         self._prepared: queue.SimpleQueue[tuple[Formed, _Epoch | None]] = queue.SimpleQueue()
         self.armed = 0  # for this attempt
         self.is_parked = False
@@ -146,9 +147,10 @@ class ExpertMember:
 
     def _prepare(self, form: Form) -> None:
         try:
-            with torch.inference_mode():
+            with self._filling, torch.inference_mode():
                 for layer, expert, slot in form.fills:
-                    self._moe.read_expert(layer, expert, slot)
+                    if self._preparing == form.attempt:  # a later attempt may want something else there
+                        self._moe.read_expert(layer, expert, slot)
             standby = self._form(form)
         except (NobiruError, OSError) as error:
             self._prepared.put((Formed(attempt=form.attempt, error=str(error)), None))

@@ -136,8 +136,8 @@ class Operations:
         if self._num_heal_failures >= MAX_HEAL_FAILURES:
             return
         last = machine.operations[-1]
-        if last.origin == "heal" and last.phase == "rolled_back" and self._records[last.number].idempotency_key is None:
-            self._records[last.number].idempotency_key = ""  # counted
+        if last.origin == "heal" and last.phase == "rolled_back" and not self._records[last.number].is_counted:
+            self._records[last.number].is_counted = True
             self._num_heal_failures += 1
             if self._num_heal_failures >= MAX_HEAL_FAILURES:
                 logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
