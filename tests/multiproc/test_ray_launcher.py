@@ -100,6 +100,7 @@ def test_experts_spread_over_nodes_and_whatever_dies(nodes: Nodes, tmp_path: Pat
         failure()
         assert await asyncio.wait_for(work, 60) == expected * 2
         assert client.status()["epoch"] > epoch
+        await until(lambda: len(client.serving_ranks) == 2 and not client.operations.is_busy)
 
     async def main() -> None:
         on_ray = {"data_parallel_backend": "ray", "ray_address": nodes.address, "enable_expert_parallel": True}
