@@ -144,6 +144,7 @@ class ExpertMember:
         self.leave()
         self._epoch = self._form(form)
         self._use(self._epoch)
+        self._epoch.has_begun = True
 
     def _prepare(self, form: Form) -> None:
         try:

@@ -155,7 +155,6 @@ class Worker:
         except GroupError as error:
             self._socket.send(encode(WorkerFormed(attempt=form.attempt, error=str(error))))
         else:
-            member.begin(form.attempt)  # the leader knows when
             self._socket.send(encode(WorkerFormed(attempt=form.attempt)))
 
     def _report_moved(self) -> None:
