@@ -192,11 +192,6 @@ COMMON |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_emb
         ),
         ("Bloom", {}, "'bloom', a decoder that cannot be served"),
         ("GPTNeo", {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}, "'gpt_neo'"),
-        (
-            "DeepseekV3",
-            {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-            "'deepseek_v3', .* keys and values of different shapes",
-        ),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2', a decoder that cannot be served"),
     ],
 )

@@ -53,6 +53,7 @@ def test_documentation_names_every_route_and_field(server: ServerProcess) -> Non
         *("/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id}"),
         *("/tokenize", "/detokenize"),
         *("/health", "/ready", "/version", "/metrics", "/elastic/status"),
+        *("/elastic/operations", "/elastic/operations/{operation_id}", "/scale_elastic_ep", "/is_scaling_elastic_ep"),
     }
     body = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     refused = httpx.post(f"{server.url}/v1/embeddings", json={"no_such_field": 1}).json()["error"]["message"]
