@@ -123,7 +123,6 @@ class Controller:
         self._timers: set[asyncio.TimerHandle] = set()
         self._num_start_failures = 0
         self._has_started = False
-        self.num_losses = 0
         self.failed: asyncio.Future[str] | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -163,16 +162,8 @@ class Controller:
             "operation": None if running is None else self.operations.document(running.operation_id),
         }
         if self.balance is not None and (placement := self.balance.placement) is not None:
-            status["placement"] = {
-                "num_experts": placement.num_experts,
-                "slot_capacity": placement.slot_capacity,
-                "slots": {
-                    rank_id: placement.slots[:, place].tolist()
-                    for place, rank_id in enumerate(self.machine.members)
-                    if place < placement.num_ranks
-                },
-                **self.balance.status(),
-            }
+            members = self.machine.members[: placement.num_ranks]
+            status["placement"] = self.balance.status({rank_id: place for place, rank_id in enumerate(members)})
         return status
 
     def state_of(self, rank: Rank) -> str:
@@ -239,7 +230,6 @@ class Controller:
 
     def _lost(self, rank: Rank, executing: Sequence[int]) -> None:
         had_loaded = rank.rank_id in self.machine.loaded
-        self.num_losses += 1
         self._num_start_failures = 0 if had_loaded else self._num_start_failures + 1
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)

@@ -157,12 +157,15 @@ class ExpertBalance:
             case Switched():
                 return self._rank_switched(position, message)
 
-    def status(self) -> dict[str, Any]:
-        """For `GET /elastic/status`."""
+    def status(self, positions: Mapping[str, int]) -> dict[str, Any]:
+        """For `GET /elastic/status`: the placement by rank, and how balanced it is; empty before there is one."""
         if self._placement is None or self._balancer is None:
             return {}
         loads = self._balancer.window.loads
         return {
+            "num_experts": self._placement.num_experts,
+            "slot_capacity": self._placement.slot_capacity,
+            "slots": {rank_id: self.slots_of(place) for rank_id, place in positions.items()},
             "version": self.version,
             "balancedness": round(balancedness(self._placement, loads), 4) if loads.any() else None,
             "num_rebalances": self._balancer.num_rebalances,

@@ -12,10 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from nobiru.elastic.formation import Action, Formation, SendAbandon, SendBegin, SendForm, SetTimer
-from nobiru.elastic.launcher.local import LocalLauncher, LocalProcess
 from nobiru.engine import messages
 from nobiru.engine.expert_balance import ExpertBalance
 from nobiru.engine.messages import (
@@ -32,14 +29,13 @@ from nobiru.engine.messages import (
     Switched,
     Wake,
 )
-from nobiru.engine.rank_spec import StoreSpec, control_identity
+from nobiru.engine.rank_spec import control_identity
+from nobiru.engine.store_process import StoreProcess
 
 logger = logging.getLogger(__name__)
 
 FromMember = Formed | Suspended | Awake | ExpertLoads | Moved | Switched
 Send = Callable[[str, messages.ToRank], None]
-STORE_RETRY_S = 1.0
-STOP_TIMEOUT_S = 5.0
 
 
 class ExpertGroup:
@@ -58,39 +54,22 @@ class ExpertGroup:
     ) -> None:
         self._formation = Formation(size=size)
         self.balance = balance
-        self._store_spec = msgspec.json.encode(StoreSpec(endpoint=endpoint, host=host))
-        self._launcher = LocalLauncher("nobiru.engine.store:main", environment=environment)
+        self._store = StoreProcess(endpoint, host, environment)
         self._send = send
         self._on_begin = on_begin
         self._positions: dict[str, int] = {}
-        self._store: LocalProcess | None = None
         self._store_address = ("", 0)
-        self._store_watch: asyncio.Task[None] | None = None
         self._timers: set[asyncio.TimerHandle] = set()
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._store_watch = asyncio.create_task(self._keep_store(), name="store")
+        self._store.start()
 
     async def stop(self) -> None:
         for timer in self._timers:
             timer.cancel()
-        if self._store_watch is not None:
-            self._store_watch.cancel()
-            await asyncio.gather(self._store_watch, return_exceptions=True)
-        if self._store is not None:
-            self._store.close()
-            await asyncio.to_thread(self._store.join, STOP_TIMEOUT_S)
-
-    async def _keep_store(self) -> None:
-        """Groups that stand do not need the store; the next formation does."""
-        while True:
-            self._store = self._launcher.launch(self._store_spec, pass_fds=())
-            how = await self._store.wait_dead()
-            logger.error("the rendezvous store %s", how)
-            self._store.close()
-            await asyncio.sleep(STORE_RETRY_S)
+        await self._store.stop()
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -139,15 +118,7 @@ class ExpertGroup:
 
     def status(self) -> dict[str, Any]:
         """The part of `GET /elastic/status` that is about experts."""
-        placement = self.balance.placement
-        if placement is None:
-            return {}
-        return {
-            "num_experts": placement.num_experts,
-            "slot_capacity": placement.slot_capacity,
-            "slots": {rank_id: self.balance.slots_of(place) for rank_id, place in self._positions.items()},
-            **self.balance.status(),
-        }
+        return self.balance.status(self._positions)
 
     # ---- actions -----------------------------------------------------------------------------------------------------
 

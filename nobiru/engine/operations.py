@@ -87,11 +87,8 @@ class Operations:
             return self._forecast(size, gone)
         machine = self._machine
         if self.is_busy:
-            running = machine.operation
-            number = "" if running is None else f" ({self._records[running.number].operation_id})"
+            number = "" if self.running is None else f" ({self.running.operation_id})"
             raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
-        if self._config.tensor_parallel_size > 1:
-            raise InvalidRequestError("ranks of several workers cannot be added or removed while serving yet")
         actions = machine.request(
             size=size, remove=gone, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
         )
