@@ -1,13 +1,17 @@
 """Texts of a Mixture-of-Experts model spread over ranks, against `transformers`, and what many requests leave behind.
 
-    python benchmarks/expert_parity.py MODEL_FOLDER [--layouts dp1,dp2,dp4,tp2,dp2tp2] [--prompts 16] [--tokens 48]
-    python benchmarks/expert_parity.py MODEL_FOLDER --aborts 500
+    python -m benchmarks.expert_parity MODEL_FOLDER [--layouts dp1,dp2,dp4,tp2,dp2tp2] [--prompts 16] [--tokens 48]
+    python -m benchmarks.expert_parity MODEL_FOLDER --aborts 500
 
 For each layout a `nobiru serve` is started in float32: N data-parallel ranks of T workers, experts spread over them.
 Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray`. Prompts are
 sent all at once, twice. Every chosen token must be the reference's best on the same text, or within 1e-3 of it, and its
-log-probability within 1e-4. With `--aborts` so many requests are sent over some seconds, and two fifths of the clients
-leave in the middle; the others' texts must be those of an undisturbed run, and no KV block or process may be left.
+log-probability within 1e-4. A file `expected.json` beside the folder that has the model's name adds its prompt, whose
+text has to be the one that is written there. With `--work-dir` the reference and results are kept in that folder, and
+layouts that have agreed are not run again, so a long list may be run in pieces.
+
+With `--aborts` so many requests are sent over some seconds, and two fifths of the clients leave in the middle; the
+others' texts must be those of an undisturbed run, and no KV block or process may be left.
 
 The last line is JSON; the exit code is 0 if everything agrees.
 """
@@ -31,7 +35,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.generate_parity import compare, load_reference, make_prompts, reference_texts
+from benchmarks.generate_parity import Reference, compare, load_reference, make_prompts, reference_texts
 from nobiru import CompletionOutput, RequestOutput
 from nobiru.generation import SampledToken
 
@@ -145,19 +149,65 @@ async def complete(client: httpx.AsyncClient, url: str, prompt: list[int], num_t
     return RequestOutput(prompt=None, prompt_token_ids=prompt, outputs=[output])
 
 
-async def run_layout(folder: Path, layout: Layout, reference: Any, model: Any) -> dict[str, Any]:
+class WorkDir:
+    """What was computed before: the reference of a model, and the results of layouts that agreed with it."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self._reference = None if folder is None else folder / f"{name}-reference.json"
+        self._results = None if folder is None else folder / f"{name}-results.json"
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def reference(self, model: Any, prompts: list[list[int]], num_tokens: int) -> Reference:
+        """That of exactly these prompts."""
+        if self._reference is not None and self._reference.exists():
+            kept = Reference(**json.loads(self._reference.read_text()))
+            if kept.prompts == prompts and len(kept.tokens[0]) == num_tokens:
+                return kept
+        reference = reference_texts(model, prompts, num_tokens)
+        if self._reference is not None:
+            self._reference.write_text(json.dumps({"prompts": reference.prompts, "tokens": reference.tokens}))
+        return reference
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """By layout."""
+        if self._results is None or not self._results.exists():
+            return {}
+        results: dict[str, dict[str, Any]] = json.loads(self._results.read_text())
+        return results
+
+    def keep(self, result: dict[str, Any]) -> None:
+        if self._results is not None and result["ok"]:
+            self._results.write_text(json.dumps({**self.results(), result["layout"]: result}, indent=1))
+
+
+def expected_text(folder: Path) -> tuple[list[int], list[int]] | None:
+    """The prompt and greedy text that `expected.json` beside the model has for it."""
+    path = folder.resolve().parent / "expected.json"
+    known = json.loads(path.read_text()).get(folder.resolve().name) if path.exists() else None
+    return (known["prompt_token_ids"], known["greedy_token_ids"]) if known else None
+
+
+async def run_layout(
+    folder: Path, layout: Layout, reference: Reference, model: Any, expected: list[int] | None
+) -> dict[str, Any]:
     started_s = time.perf_counter()
     async with Server(folder, layout.arguments) as server, httpx.AsyncClient() as client:
         num_tokens = len(reference.tokens[0])
         agreements = []
+        as_expected = True
         for _ in range(2):
             work = [complete(client, server.url, prompt, num_tokens) for prompt in reference.prompts]
-            agreements.append(compare(layout.name, await asyncio.gather(*work), reference, model))
+            outputs = await asyncio.gather(*work)
+            agreements.append(compare(layout.name, outputs, reference, model))
+            first = outputs[0].outputs[0].token_ids
+            as_expected = as_expected and (expected is None or first == expected[:num_tokens])
         placement = (await server.status()).get("placement", {})
     return {
         "layout": layout.name,
-        "ok": all(each.ok for each in agreements),
+        "ok": as_expected and all(each.ok for each in agreements),
         "equal_texts": [each.num_equal_texts for each in agreements],
+        "as_expected": None if expected is None else as_expected,
         "near_ties": [each.num_excused for each in agreements],
         "worst_gap": max(each.worst_gap for each in agreements),
         "worst_logprob": max(each.worst_logprob for each in agreements),
@@ -221,6 +271,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--aborts", type=int, default=0)
+    parser.add_argument("--work-dir", type=Path)
     options = parser.parse_args()
     import transformers
 
@@ -233,10 +284,19 @@ def main() -> int:
             asyncio.run(run_aborts(options.model, each, prompts, options.aborts, options.tokens)) for each in layouts
         ]
     else:
+        work_dir = WorkDir(options.work_dir, options.model.name)
         model = load_reference(options.model)
-        reference = reference_texts(model, prompts, options.tokens)
+        expected = expected_text(options.model)
+        if expected is not None:
+            prompts.insert(0, expected[0])
+        reference = work_dir.reference(model, prompts, options.tokens)
         for layout in layouts:
-            results.append(asyncio.run(run_layout(options.model, layout, reference, model)))
+            if (result := work_dir.results().get(layout.name)) is None:
+                result = asyncio.run(
+                    run_layout(options.model, layout, reference, model, None if expected is None else expected[1])
+                )
+                work_dir.keep(result)
+            results.append(result)
             print(results[-1], file=sys.stderr, flush=True)
     table = Table(*results[0], title=options.model.name)
     for each in results:
