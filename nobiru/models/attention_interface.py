@@ -34,10 +34,11 @@ Attend = Callable[[AttentionCall], Tensor]
 class AttentionInterface:
     """Calls of a model that uses it are answered by whatever it is `within`, [T, H, D] for each.
 
-    A model that asks for one of `unsupported` gets a `ValueError`.
+    A model that asks for one of `unsupported` gets a `ValueError`, which says that it cannot run in this `way`.
     """
 
-    def __init__(self, unsupported: Collection[str]) -> None:
+    def __init__(self, way: str, *, unsupported: Collection[str]) -> None:
+        self._way = way
         self._unsupported = unsupported
         self._attend: Attend | None = None
 
@@ -75,7 +76,7 @@ class AttentionInterface:
         assert self._attend is not None, "called outside of a forward pass"
         for name, given in {**options, "softcap": softcap}.items():
             if given is not None and name in self._unsupported:
-                raise ValueError(f"attention with {name} is not supported")
+                raise ValueError(f"attention with {name} cannot run {self._way}")
         call = AttentionCall(
             query_THD=query[0].transpose(0, 1),
             key_TKD=key[0].transpose(0, 1),

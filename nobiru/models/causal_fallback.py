@@ -177,7 +177,7 @@ class _Trial:
     def outcome(self) -> CausalFallback:
         self._refuse_chunked_attention()
         expected = self._own_results()
-        interface = AttentionInterface(unsupported=("position_bias", "s_aux"))
+        interface = AttentionInterface("over the KV cache", unsupported=("position_bias", "s_aux"))
         interface.use_in(self._model)
         body = self._model.base_model  # of a model without a head, the model
         output_class, shape = self._measure(body, interface)

@@ -176,7 +176,7 @@ class _Trial:
     def _packed_or_reason(self, alone: Mapping[int, Tensor]) -> PackedFallback | str:
         """The model packed, with its attention replaced by ours, or why that does not work (and nothing replaced)."""
         own_name = self._model.config._attn_implementation
-        interface = AttentionInterface(unsupported=("position_bias", "softcap", "s_aux"))
+        interface = AttentionInterface("packed", unsupported=("position_bias", "softcap", "s_aux"))
         interface.use_in(self._model)
         reason = ""
         # Tables of positions begin at 0, or behind the padding id as in RoBERTa.
