@@ -16,6 +16,7 @@ from nobiru.engine.client import ZmqClient
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
 SPREAD = {**CACHE, "enable_expert_parallel": True, "data_parallel_size": 2}
+RANK_TIMEOUT_S = 30.0  # on a busy machine heartbeats come late, and nobody is silent in these scenes
 
 Scene = Callable[[ZmqClient], Awaitable[None]]
 
@@ -67,7 +68,7 @@ def play(
     """A scene under load; afterwards no request is left and no process."""
 
     async def main() -> None:
-        async with running(model, faults=faults, **{**SPREAD, **options}) as client:
+        async with running(model, faults=faults, rank_timeout_s=RANK_TIMEOUT_S, **{**SPREAD, **options}) as client:
             await until(lambda: not client.operations.is_busy)
             async with under_load(client, expected):
                 await scene(client)
