@@ -1,11 +1,12 @@
 """What it costs a step that its experts are spread over ranks: the control all-gather, dispatch and combine.
 
-    python -m benchmarks.expert_cost MODEL_FOLDER [--ranks 2,4] [--streams 8] [--steps 60] [--dtype bfloat16]
+    python -m benchmarks.expert_cost MODEL_FOLDER [--ranks 1,2,4] [--streams 8] [--steps 60] [--dtype bfloat16]
 
 For each number of ranks as many processes load the model as `nobiru serve --enable-expert-parallel` would, form an
 epoch, and decode together: all have `--streams` texts, so no step is idle anywhere. Each step's gather, dispatches and
 combines are timed in the step, where they include waiting for whichever rank is late, and then *alone*: those of the
-last step again and again, with nothing computed between them. The last line is JSON.
+last step again and again, with nothing computed between them. A rank's resident memory is what it has for itself, so
+without the files of its program. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from nobiru.scheduler import Plan, Sequence
 DEADLINE_S = 170.0
 WARM_UP_STEPS = 8
 PROMPT_TOKENS = 32
+RESIDENT = "resident MiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ class Timed:
 
 
 def run_rank(work: Work, position: int) -> dict[str, float]:
-    """Medians over the steps of one rank, in ms."""
+    """Medians over the steps of one rank, in ms, and its resident memory."""
     config = EngineConfig(
         model=work.model,
         dtype=work.dtype,
@@ -119,7 +121,13 @@ def run_rank(work: Work, position: int) -> dict[str, float]:
     with torch.inference_mode():
         times = {**_decode(engine.core, member, timed, work), **_exchange(engine.core, member, timed, work)}
     member.leave()
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return {**medians, RESIDENT: _resident_bytes() / 2**20}
+
+
+def _resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 def _form(placement: Placement, work: Work, position: int) -> Form:
@@ -215,7 +223,7 @@ def measure(options: argparse.Namespace, num_ranks: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--streams", type=int, default=8, help="texts that each rank decodes")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--dtype", default="bfloat16")
@@ -231,8 +239,9 @@ def main() -> None:
             for name in found:
                 table.add_column(name, justify="right")
         step = found["step"]
-        cells = [f"{found[name]:.2f} ({found[name] / step:.1%})" for name in found if name not in ("ranks", "step")]
-        table.add_row(str(num_ranks), f"{step:.2f}", *cells)
+        shares = [name for name in found if name not in ("ranks", "step", RESIDENT)]
+        cells = [f"{found[name]:.2f} ({found[name] / step:.1%})" for name in shares]
+        table.add_row(str(num_ranks), f"{step:.2f}", *cells, f"{found[RESIDENT]:.0f}")
     Console().print(table)
     print(json.dumps({"model": options.model.name, "dtype": options.dtype, "results": results}))
 
