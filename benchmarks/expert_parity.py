@@ -11,7 +11,8 @@ text has to be the one that is written there. With `--work-dir` the reference an
 layouts that have agreed are not run again, so a long list may be run in pieces.
 
 With `--aborts` so many requests are sent over some seconds, and two fifths of the clients leave in the middle; the
-others' texts must be those of an undisturbed run, and no KV block or process may be left.
+others' texts must be those of an undisturbed run, and no KV block may be left. In the end the server is killed, by
+SIGKILL, under load, and no process may be left.
 
 The last line is JSON; the exit code is 0 if everything agrees.
 """
@@ -41,6 +42,7 @@ from nobiru.generation import SampledToken
 
 LAYOUTS = "dp1,dp2,dp4,dp2+red2,dp4+red2,dp2+red2+eplb,dp4+eplb"
 READY_TIMEOUT_S = 180.0
+GONE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,10 @@ class Layout:
 
 
 class Server:
-    """A started `nobiru serve`; ended, and checked to be gone, at the end of its block."""
+    """A started `nobiru serve`; ended by a signal, and checked to be gone, at the end of its block."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, folder: Path, arguments: list[str], *, end: signal.Signals = signal.SIGTERM) -> None:
+        self._end = end
         command = [sys.executable, "-m", "nobiru", "serve", str(folder), "--port", "0", "--dtype", "float32"]
         self.process = subprocess.Popen(
             [*command, "--kv-cache-memory-bytes", "200000000", *arguments],
@@ -81,6 +84,7 @@ class Server:
         )
         self.log: list[str] = []
         self.url = ""
+        self.num_gone = 0
 
     async def __aenter__(self) -> Server:
         assert self.process.stderr is not None
@@ -106,26 +110,42 @@ class Server:
             self.log.append(line)
 
     async def __aexit__(self, *error: object) -> None:
-        pids = await self.pids()
-        self.process.send_signal(signal.SIGTERM)
+        pids = [rank["pid"] for rank in (await self.status())["ranks"]]
+        pids += [pid for pid in descendants(self.process.pid) if pid not in pids and "nobiru" in command_of(pid)]
+        self.process.send_signal(self._end)
         try:
             code = await asyncio.to_thread(self.process.wait, 60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise SystemExit("the server did not end within 60 s of SIGTERM") from None
+            raise SystemExit(f"the server did not end within 60 s of {self._end.name}") from None
         await self._drain
-        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        if code != 0 or left:
+        deadline_s = time.monotonic() + GONE_TIMEOUT_S
+        while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+        if code != (0 if self._end == signal.SIGTERM else -self._end) or left:
             raise SystemExit(f"the server ended with {code} and left processes {left}")
-
-    async def pids(self) -> list[int]:
-        async with httpx.AsyncClient() as client:
-            return [rank["pid"] for rank in (await client.get(f"{self.url}/elastic/status")).json()["ranks"]]
+        self.num_gone = len(pids)
 
     async def status(self) -> dict[str, Any]:
         async with httpx.AsyncClient() as client:
             answer: dict[str, Any] = (await client.get(f"{self.url}/elastic/status")).json()
         return answer
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    found = []
+    for path in Path("/proc").glob(f"{pid}/task/*/children"):
+        for child in map(int, path.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 async def complete(client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int) -> RequestOutput:
@@ -221,10 +241,8 @@ async def run_layout(
 async def run_aborts(folder: Path, layout: Layout, prompts: list[list[int]], count: int, tokens: int) -> dict[str, Any]:
     """Many requests, of which two fifths are abandoned by their clients."""
     chance = random.Random(0)
-    async with (
-        Server(folder, layout.arguments) as server,
-        httpx.AsyncClient(limits=httpx.Limits(max_connections=64)) as client,
-    ):
+    server = Server(folder, layout.arguments, end=signal.SIGKILL)
+    async with server, httpx.AsyncClient(limits=httpx.Limits(max_connections=64)) as client:
         alone = [(await complete(client, server.url, prompt, tokens)).outputs[0].token_ids for prompt in prompts]
         wrong = 0
 
@@ -244,24 +262,32 @@ async def run_aborts(folder: Path, layout: Layout, prompts: list[list[int]], cou
 
         async with asyncio.timeout(600):
             await asyncio.gather(*(one(number) for number in range(count)))
-        usage = 1.0
-        for _ in range(100):
-            found = re.search(
-                r"^nobiru_kv_cache_usage_ratio (\S+)", (await client.get(f"{server.url}/metrics")).text, re.M
-            )
-            usage = float(found[1]) if found else 1.0
-            if usage == 0.0:
-                break
-            await asyncio.sleep(0.1)
+        usage = await _kv_usage(client, server.url)
         epoch = (await server.status())["epoch"]
+        last = [asyncio.create_task(complete(client, server.url, prompt, tokens)) for prompt in prompts]
+        await asyncio.sleep(0.3)
+    await asyncio.gather(*last, return_exceptions=True)  # the server was killed
     return {
         "layout": layout.name,
         "requests": count,
         "wrong": wrong,
         "kv_usage": usage,
         "epoch": epoch,
+        "processes_gone": server.num_gone,
         "ok": wrong == 0 and usage == 0.0,
     }
+
+
+async def _kv_usage(client: httpx.AsyncClient, url: str) -> float:
+    """The share of KV blocks that are held; when all requests have ended, it falls to 0 within moments."""
+    usage = 1.0
+    for _ in range(100):
+        found = re.search(r"^nobiru_kv_cache_usage_ratio (\S+)", (await client.get(f"{url}/metrics")).text, re.M)
+        usage = float(found[1]) if found else 1.0
+        if usage == 0.0:
+            break
+        await asyncio.sleep(0.1)
+    return usage
 
 
 def main() -> int:
