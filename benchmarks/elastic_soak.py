@@ -99,7 +99,8 @@ async def run(soak: Soak, say: Said = lambda done, text: None) -> Report:
             report.before = await _footprint_at_rest(server, clients)
             say(0, "warm")
             await _change(soak, server, clients, report, say)
-            await _footprint_after(server, clients, report)
+            if not clients.problems:
+                await _footprint_after(server, clients, report)
         except (ServerError, TimeoutError) as error:
             report.problems.append(str(error) or "a wait took too long")
         report.problems += clients.problems
