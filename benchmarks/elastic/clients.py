@@ -149,6 +149,6 @@ class Clients:
 
 
 def _session() -> aiohttp.ClientSession:
-    # A connection for each request: one that the server closes in the moment it is used again would look like a failure.
+    # A connection for each request: one that closes in the moment it is used again would look like a failure.
     connector = aiohttp.TCPConnector(force_close=True)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=900.0))
