@@ -4,8 +4,8 @@
     python -m benchmarks.expert_parity MODEL_FOLDER --aborts 500
 
 For each layout a `nobiru serve` is started in float32: N data-parallel ranks of T workers, experts spread over them.
-Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray`. Prompts are
-sent all at once, twice. Every chosen token must be the reference's best on the same text, or within 1e-3 of it, and its
+Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray` (actors on the
+two nodes of a Ray cluster that is started here). Prompts are sent all at once, twice. Every chosen token must be the reference's best on the same text, or within 1e-3 of it, and its
 log-probability within 1e-4. A file `expected.json` beside the folder that has the model's name adds its prompt, whose
 text has to be the one that is written there. With `--work-dir` the reference and results are kept in that folder, and
 layouts that have agreed are not run again, so a long list may be run in pieces.
@@ -28,7 +28,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from nobiru.generation import SampledToken
 LAYOUTS = "dp1,dp2,dp4,dp2+red2,dp4+red2,dp2+red2+eplb,dp4+eplb"
 READY_TIMEOUT_S = 180.0
 GONE_TIMEOUT_S = 10.0
+NODE_CPUS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,11 @@ class Layout:
     """How a server is started."""
 
     name: str
+    ray_address: str | None = None
+
+    @property
+    def is_on_ray(self) -> bool:
+        return "ray" in self.name.split("+")
 
     @property
     def arguments(self) -> list[str]:
@@ -66,8 +74,24 @@ class Layout:
             elif extra == "eplb":
                 arguments += ["--enable-eplb", "--eplb-step-interval", "8", "--eplb-window-size", "32"]
             elif extra == "ray":
-                arguments += ["--data-parallel-backend", "ray"]
+                assert self.ray_address is not None, "a cluster was started"
+                arguments += ["--data-parallel-backend", "ray", "--ray-address", self.ray_address, "--num-threads", "1"]
         return arguments
+
+
+@contextmanager
+def ray_cluster() -> Iterator[str]:
+    """The address of a cluster on this machine: its head, which runs nothing, and two nodes with room for four ranks."""
+    from ray.cluster_utils import Cluster
+
+    small = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=NODE_CPUS, **small)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
 
 
 class Server:
@@ -290,6 +314,24 @@ async def _kv_usage(client: httpx.AsyncClient, url: str) -> float:
     return usage
 
 
+def run_layouts(options: argparse.Namespace, layouts: list[Layout], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Those that were not run before."""
+    work_dir = WorkDir(options.work_dir, options.model.name)
+    model = load_reference(options.model)
+    prompt, text = expected_text(options.model) or (None, None)
+    if prompt is not None:
+        prompts = [prompt, *prompts]
+    reference = work_dir.reference(model, prompts, options.tokens)
+    results = []
+    for layout in layouts:
+        if (result := work_dir.results().get(layout.name)) is None:
+            result = asyncio.run(run_layout(options.model, layout, reference, model, text))
+            work_dir.keep(result)
+        results.append(result)
+        print(result, file=sys.stderr, flush=True)
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -304,26 +346,13 @@ def main() -> int:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     prompts = [tokenizer(text)["input_ids"] for text in make_prompts(options.prompts)]
     layouts = [Layout(name=name) for name in options.layouts.split(",")]
-    results = []
-    if options.aborts:
-        results = [
-            asyncio.run(run_aborts(options.model, each, prompts, options.aborts, options.tokens)) for each in layouts
-        ]
-    else:
-        work_dir = WorkDir(options.work_dir, options.model.name)
-        model = load_reference(options.model)
-        expected = expected_text(options.model)
-        if expected is not None:
-            prompts.insert(0, expected[0])
-        reference = work_dir.reference(model, prompts, options.tokens)
-        for layout in layouts:
-            if (result := work_dir.results().get(layout.name)) is None:
-                result = asyncio.run(
-                    run_layout(options.model, layout, reference, model, None if expected is None else expected[1])
-                )
-                work_dir.keep(result)
-            results.append(result)
-            print(results[-1], file=sys.stderr, flush=True)
+    with ray_cluster() if any(layout.is_on_ray for layout in layouts) else nullcontext() as address:
+        layouts = [replace(layout, ray_address=address) for layout in layouts]
+        if options.aborts:
+            work = [run_aborts(options.model, each, prompts, options.aborts, options.tokens) for each in layouts]
+            results = [asyncio.run(each) for each in work]
+        else:
+            results = run_layouts(options, layouts, prompts)
     table = Table(*results[0], title=options.model.name)
     for each in results:
         table.add_row(
