@@ -4,11 +4,12 @@
     python -m benchmarks.expert_parity MODEL_FOLDER --aborts 500
 
 For each layout a `nobiru serve` is started in float32: N data-parallel ranks of T workers, experts spread over them.
-Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray` (actors on the
-two nodes of a Ray cluster that is started here). Prompts are sent all at once, twice. Every chosen token must be the reference's best on the same text, or within 1e-3 of it, and its
-log-probability within 1e-4. A file `expected.json` beside the folder that has the model's name adds its prompt, whose
-text has to be the one that is written there. With `--work-dir` the reference and results are kept in that folder, and
-layouts that have agreed are not run again, so a long list may be run in pieces.
+Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray` (actors on
+the two nodes of a Ray cluster that is started here). Prompts are sent all at once, twice. Every chosen token must be
+the reference's best on the same text, or within 1e-3 of it, and its log-probability within 1e-4. A file `expected.json`
+beside the folder that has the model's name adds its prompt, whose text has to be the one that is written there. With
+`--work-dir` the reference and results are kept in that folder, and layouts that have agreed are not run again. No
+layout is begun then after `--seconds`, so that a long list may be run in pieces; what was left makes the exit code 1.
 
 With `--aborts` so many requests are sent over some seconds, and two fifths of the clients leave in the middle; the
 others' texts must be those of an undisturbed run, and no KV block may be left. In the end the server is killed, by
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import signal
@@ -81,7 +83,7 @@ class Layout:
 
 @contextmanager
 def ray_cluster() -> Iterator[str]:
-    """The address of a cluster on this machine: its head, which runs nothing, and two nodes with room for four ranks."""
+    """The address of a cluster on this machine: a head that runs nothing, and two nodes with room for four ranks."""
     from ray.cluster_utils import Cluster
 
     small = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
@@ -323,8 +325,11 @@ def run_layouts(options: argparse.Namespace, layouts: list[Layout], prompts: lis
         prompts = [prompt, *prompts]
     reference = work_dir.reference(model, prompts, options.tokens)
     results = []
+    end_s = time.monotonic() + (options.seconds if options.work_dir else math.inf)
     for layout in layouts:
         if (result := work_dir.results().get(layout.name)) is None:
+            if time.monotonic() > end_s:
+                continue
             result = asyncio.run(run_layout(options.model, layout, reference, model, text))
             work_dir.keep(result)
         results.append(result)
@@ -340,6 +345,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--aborts", type=int, default=0)
     parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--seconds", type=float, default=200)
     options = parser.parse_args()
     import transformers
 
@@ -359,7 +365,7 @@ def main() -> int:
             *(f"{value:.1e}" if isinstance(value, float) and value < 0.01 else str(value) for value in each.values())
         )
     Console().print(table)
-    ok = all(each["ok"] for each in results)
+    ok = len(results) == len(layouts) and all(each["ok"] for each in results)
     print(json.dumps({"model": options.model.name, "ok": ok, "results": results}))
     return 0 if ok else 1
 
