@@ -103,7 +103,7 @@ class Server:
         self._end = end
         command = [sys.executable, "-m", "nobiru", "serve", str(folder), "--port", "0", "--dtype", "float32"]
         self.process = subprocess.Popen(
-            [*command, "--kv-cache-memory-bytes", "200000000", *arguments],
+            [*command, "--kv-cache-memory-bytes", "200000000", "--max-model-len", "512", *arguments],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -124,11 +124,18 @@ class Server:
                 self.url = found[1]
         self._drain = asyncio.create_task(asyncio.to_thread(self._read_on))
         async with httpx.AsyncClient() as client:
-            while (await client.get(f"{self.url}/ready")).status_code != 200:
-                if time.monotonic() > deadline_s:
+            while not await self._is_ready(client):
+                if time.monotonic() > deadline_s or self.process.poll() is not None:
+                    self.process.kill()
                     raise SystemExit(f"the server is not ready: {''.join(self.log)}")
                 await asyncio.sleep(0.1)
         return self
+
+    async def _is_ready(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return (await client.get(f"{self.url}/ready")).status_code == 200
+        except httpx.ConnectError:
+            return False
 
     def _read_on(self) -> None:
         assert self.process.stderr is not None
