@@ -131,8 +131,9 @@ class Kernels:
         panels_PWI = padded.view(-1, self._width, padded.shape[1])
         panels = panels_PWI.unflatten(2, (-1, 2)) if in_pairs else panels_PWI  # type: ignore[no-untyped-call]
         turned = panels.transpose(1, 2)
-        packed = torch.empty(turned.shape, dtype=turned.dtype)
-        machine.prefer_huge_pages(packed.data_ptr(), packed.nbytes)
+        packed = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
+        if packed.device.type == "cpu":  # not of a meta tensor, of which only the sizes are asked
+            machine.prefer_huge_pages(packed.data_ptr(), packed.nbytes)
         return PackedWeight(
             panels=packed.copy_(turned),
             bias_O=None if bias_O is None else bias_O.float().contiguous(),
