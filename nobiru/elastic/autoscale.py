@@ -27,8 +27,9 @@ LOW_SHARE = 0.5
 MAX_LOAD = 0.7
 MIN_BACKOFF_S = 5.0
 MAX_BACKOFF_S = 600.0
-# Growing again within so many times `down_after_s` shows that shrinking was wrong: it has to be low for longer then.
-REGRET = 4
+MAX_GROWTH = 4.0  # times in one operation
+# Growing again within so many times `down_after_s` shows that shrinking was wrong: then `patience` doubles, else halves.
+REGRET = 2
 MAX_PATIENCE = 16
 
 
@@ -72,7 +73,8 @@ class State:
 
     `size` is that of the last look; `wanted` what was decided and has not been seen yet. No growth before `grow_at_s`,
     no shrinking before `shrink_at_s`. `rank_tokens_per_s` is what each rank served when they were last saturated.
-    `num_undone` decisions in a row came to nothing. `patience` multiplies `down_after_s`.
+    `num_undone` decisions in a row came to nothing. `patience` multiplies `down_after_s`; `shrunk_s` is when it shrank
+    last, None if it has grown since.
     """
 
     size: int = 0
@@ -84,7 +86,7 @@ class State:
     rank_tokens_per_s: float | None = None
     num_undone: int = 0
     patience: int = 1
-    shrunk_s: float = -math.inf
+    shrunk_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +187,11 @@ def _decided(config: AutoscaleConfig, state: State, seen: Observation, size: int
         return replace(state, episode=None, grow_at_s=grow_at_s, shrink_at_s=shrink_at_s)
     if size < seen.ranks.size:
         return replace(state, episode=None, wanted=size, shrunk_s=now_s)
-    was_wrong = now_s - state.shrunk_s < REGRET * config.down_after_s * state.patience
-    patience = min(MAX_PATIENCE, 2 * state.patience) if was_wrong else 1
-    return replace(state, episode=None, wanted=size, patience=patience)
+    patience = state.patience
+    if state.shrunk_s is not None:
+        was_wrong = now_s - state.shrunk_s < REGRET * config.down_after_s
+        patience = min(MAX_PATIENCE, 2 * patience) if was_wrong else max(1, patience // 2)
+    return replace(state, episode=None, wanted=size, patience=patience, shrunk_s=None)
 
 
 # ---- judging ---------------------------------------------------------------------------------------------------------
@@ -222,7 +226,7 @@ def _judge_high(config: AutoscaleConfig, state: State, seen: Observation, episod
         return _Verdict(size, f"{why}, but it is too soon to grow")
     if lasted_s > 0 and wait_s - (first.wait_s - wait_s) / lasted_s * config.up_cooldown_s <= target_s:
         return _Verdict(size, f"{why}, but falls, and at this pace will not for long", is_judged=True)
-    wanted = max(size + 1, math.ceil(size * min(wait_s / target_s, 2.0)))
+    wanted = max(size + 1, math.ceil(size * min(wait_s / target_s, MAX_GROWTH)))
     return _Verdict(min(wanted, config.max_size), why)
 
 
