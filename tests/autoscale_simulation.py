@@ -1,11 +1,12 @@
 """A queue before ranks that take time to start, with the autoscaler's policy in charge of their number.
 
-Fluid: requests are amounts of tokens, each rank serves so many a second, and the queue is one. What is simulated is what
-the policy sees and does: the wait it is told, how busy ranks are, operations that take time, and that may be undone.
+Fluid: requests are amounts of tokens, each rank serves so many a second, and the queue is one. What is simulated is
+what the policy sees and does: the wait it is told, how busy ranks are, operations that take time and may be undone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class Run:
     def num_turns(self) -> int:
         """How often growing followed shrinking, or the other way round."""
         directions = [after > before for _, before, after in self.changes]
-        return sum(one is not other for one, other in zip(directions, directions[1:], strict=False))
+        return sum(one is not other for one, other in itertools.pairwise(directions))
 
 
 def simulate(

@@ -27,8 +27,9 @@ LOW_SHARE = 0.5
 MAX_LOAD = 0.7
 MIN_BACKOFF_S = 5.0
 MAX_BACKOFF_S = 600.0
-MAX_GROWTH = 4.0  # times in one operation
-# Growing again within so many times `down_after_s` shows that shrinking was wrong: then `patience` doubles, else halves.
+# In one operation the ranks become at most so many times as many.
+MAX_GROWTH = 4.0
+# Growing again within so many times `down_after_s` shows that shrinking was wrong: `patience` doubles. Else it halves.
 REGRET = 2
 MAX_PATIENCE = 16
 
