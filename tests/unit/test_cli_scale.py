@@ -339,7 +339,14 @@ def test_status_is_a_table(scripted: Scripted, capsys: pytest.CaptureFixture[str
 
 
 def test_status_tells_of_the_autoscaler(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
-    decision = {"time": 0.0, "from_ranks": 1, "to_ranks": 2, "reason": "the wait is long", "phase": "done", "error": None}
+    decision = {
+        "time": 0.0,
+        "from_ranks": 1,
+        "to_ranks": 2,
+        "reason": "the wait is long",
+        "phase": "done",
+        "error": None,
+    }
     autoscaler: dict[str, Any] = {
         "min": 1,
         "max": 8,
