@@ -103,7 +103,7 @@ def test_what_is_refused_or_undone_is_told_and_backs_off(caplog: pytest.LogCaptu
     assert scene.autoscaler.status()["num_undone"] == 1
     assert "was refused: there is no memory for 2 ranks" in caplog.text
     scene.ranks.refusal = None
-    scene.run(9)
+    scene.run(8)
     assert scene.ranks.asked == [], "twice the cool-down"
     scene.run(2)
     assert len(scene.ranks.asked) == 1

@@ -363,7 +363,7 @@ def test_status_tells_of_the_autoscaler(scripted: Scripted, capsys: pytest.Captu
     answers = [(200, {**STATUS, "autoscaler": each}) for each in (autoscaler, *others)]
     scripted.script = {("GET", "/elastic/status"): answers}
     shown = []
-    for _ in answers:
+    for _ in range(3):
         assert run("status", "--url", scripted.url) == 0
         shown.append(capsys.readouterr().out.splitlines())
     assert shown[0][-2] == "autoscaler: 1 to 8 ranks, wait 2 s; now hold: the wait is low"
