@@ -38,7 +38,8 @@ async def until(server: Server, condition: Callable[[dict[str, Any]], bool], tim
 
 
 def test_replicas_grow_under_load_and_shrink_when_it_is_over(model: Path) -> None:
-    with serving(model, "--dtype", "float32", "--autoscale", NUMBERS, faults="step_delay_ms=100") as server:
+    options = ("--dtype", "float32", "--autoscale", NUMBERS, "--rank-timeout-s", "30")
+    with serving(model, *options, faults="step_delay_ms=100") as server:
         answers: list[int] = []
         ends = asyncio.Event()
 
