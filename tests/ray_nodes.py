@@ -63,7 +63,6 @@ def ray_nodes(num_nodes: int) -> Iterator[Nodes]:
     """A cluster with so many nodes of one CPU, whose processes find the modules of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "120")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]))
         nodes = Nodes()
         try:

@@ -17,7 +17,7 @@ from nobiru.engine.client import ZmqClient
 from nobiru.errors import InvalidRequestError
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

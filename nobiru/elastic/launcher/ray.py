@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -73,10 +73,20 @@ class RayRank:
     """One rank and its place. `pid` and `node` are None until it has one.
 
     `kill` and `close` may be called at any time, more than once. A thread waits for all that takes time.
+    `has_room()` says whether all ranks fit onto the nodes, as far as is known.
     """
 
-    def __init__(self, entry: str, spec: bytes, *, environment: Mapping[str, str], num_cpus: int) -> None:
+    def __init__(
+        self,
+        entry: str,
+        spec: bytes,
+        *,
+        environment: Mapping[str, str],
+        num_cpus: int,
+        has_room: Callable[[], bool],
+    ) -> None:
         self._entry = entry
+        self._has_room = has_room
         self._spec = spec
         self._environment = environment
         self._num_cpus = num_cpus
@@ -89,6 +99,10 @@ class RayRank:
         self.pid: int | None = None
         self.node: str | None = None
         threading.Thread(target=self._run, name="ray-rank", daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._ended)
 
     async def wait_dead(self) -> str:
         """Until the actor is gone and its place is given back; how it ended, in words."""
@@ -141,10 +155,12 @@ class RayRank:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = self._place = ray.util.placement_group([{"CPU": self._num_cpus}], strategy="STRICT_PACK")
-        end_s = time.monotonic() + PLACE_TIMEOUT_S
+        end_s, had_room = time.monotonic() + PLACE_TIMEOUT_S, self._has_room()
         while not place.wait(POLL_S):
             if self._killed_s < math.inf:
                 return "was ended before it had a place"
+            if had_room and not self._has_room():
+                return f"found no node of the Ray cluster with {self._num_cpus} free CPUs: a node has gone meanwhile"
             if time.monotonic() > end_s:
                 return f"found no node of the Ray cluster with {self._num_cpus} free CPUs in {PLACE_TIMEOUT_S:.0f} s"
         host = ray.remote(RankHost).options(
@@ -207,6 +223,7 @@ class RayLauncher:
         self.host: str = ray.util.get_node_ip_address()
         self._cpus_of_nodes = _cpus_of_nodes()
         self.cpus_per_rank = cpus_per_rank or share_cpus(self._cpus_of_nodes, num_ranks)
+        self._ranks: list[RayRank] = []
         self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch_nodes, name="ray-nodes", daemon=True)
         self._watcher.start()
@@ -218,7 +235,15 @@ class RayLauncher:
 
     def launch(self, spec: bytes) -> RayRank:
         """Begin to place and start a rank."""
-        return RayRank(self._entry, spec, environment=self._environment, num_cpus=self.cpus_per_rank)
+        rank = RayRank(
+            self._entry,
+            spec,
+            environment=self._environment,
+            num_cpus=self.cpus_per_rank,
+            has_room=self._has_room,
+        )
+        self._ranks = [*(each for each in self._ranks if not each.has_ended), rank]
+        return rank
 
     def close(self) -> None:
         """Leave the cluster, at which a new one ends, and all actors do."""
@@ -228,6 +253,9 @@ class RayLauncher:
         self._watcher.join(NODES_POLL_S)
         if self._has_connected:
             ray.shutdown()
+
+    def _has_room(self) -> bool:
+        return sum(not each.has_ended for each in self._ranks) <= self.num_places
 
     def _watch_nodes(self) -> None:
         """Asking the cluster takes time, so it is done beside whoever wants to know."""
