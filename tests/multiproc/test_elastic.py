@@ -5,52 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from elastic_scenes import GREEDY, ended, members, under_load, whole
-from generation_requests import CACHE, PROMPTS
-from ranks import is_alive, running, until
+from elastic_scenes import ended, members, play, undisturbed_texts, whole
+from ranks import is_alive, until
 
-from nobiru import LLM
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 
-SPREAD = {**CACHE, "enable_expert_parallel": True, "data_parallel_size": 2}
 MAX_PAUSE_S = 2.0  # far above what it is, for loaded machines
 
 
 @pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from small_models import make
-
-    return make("qwen3-moe", tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
 def expected(moe_model: Path) -> list[list[int]]:
-    llm = LLM(str(moe_model), dtype="float32", num_threads=1, **CACHE)
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-
-
-Scene = Callable[[ZmqClient], Awaitable[None]]
-
-
-def play(moe_model: Path, expected: list[list[int]], scene: Scene, **options: Any) -> None:
-    """A scene under load; afterwards no request is left and no process."""
-
-    async def main() -> None:
-        async with running(moe_model, faults="step_delay_ms=5", **{**SPREAD, **options}) as client:
-            await until(lambda: not client.operations.is_busy)
-            async with under_load(client, expected):
-                await scene(client)
-            assert client.queued_requests == 0
-            pids = [rank["pid"] for rank in client.status()["ranks"]]
-        assert not any(is_alive(pid) for pid in pids)
-
-    asyncio.run(main())
+    return undisturbed_texts(moe_model)
 
 
 def test_the_group_grows_and_shrinks_to_one_and_back(moe_model: Path, expected: list[list[int]]) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_scenes import GREEDY, ended, members, under_load, whole
-from generation_requests import CACHE, PROMPTS
+from elastic_scenes import SPREAD, ended, members, under_load, undisturbed_texts, whole
 from ranks import is_alive, running, until
 from ray_nodes import Nodes, occupied_nodes, ray_nodes
 
-from nobiru import LLM
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import InvalidRequestError
 
@@ -35,8 +33,7 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(moe_model: Path) -> list[list[int]]:
-    llm = LLM(str(moe_model), dtype="float32", num_threads=1, **CACHE)
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    return undisturbed_texts(moe_model)
 
 
 async def places(client: ZmqClient, number: int) -> None:
@@ -85,8 +82,8 @@ def test_ranks_follow_the_nodes(nodes: Nodes, moe_model: Path, expected: list[li
         look(client)
 
     async def main() -> None:
-        on_ray = {"data_parallel_backend": "ray", "ray_address": nodes.address, "enable_expert_parallel": True}
-        async with running(moe_model, data_parallel_size=2, faults="step_delay_ms=20", **on_ray, **CACHE) as client:
+        on_ray = {"data_parallel_backend": "ray", "ray_address": nodes.address}
+        async with running(moe_model, faults="step_delay_ms=20", **on_ray, **SPREAD) as client:
             await whole(client, 2)
             look(client)
             async with under_load(client, expected):

@@ -98,6 +98,9 @@ class RayRank:
         self._actor: Any = None
         self.pid: int | None = None
         self.node: str | None = None
+
+    def begin(self) -> None:
+        """Look for a place, and start there."""
         threading.Thread(target=self._run, name="ray-rank", daemon=True).start()
 
     @property
@@ -243,6 +246,7 @@ class RayLauncher:
             has_room=self._has_room,
         )
         self._ranks = [*(each for each in self._ranks if not each.has_ended), rank]
+        rank.begin()
         return rank
 
     def close(self) -> None:
