@@ -117,11 +117,8 @@ class Controller:
             on_done=self._vacate,
             num_places=num_places,
         )
-<<<<<<< HEAD
         self._num_places = num_places
-=======
         self.holds = Holds(self._later, delays_from(parse_faults(environment.get(env.FAULT_INJECTION, ""))))
->>>>>>> main
         self._max_start_failures = max_start_failures
         self._on_loaded = on_loaded
         self._on_lost = on_lost
