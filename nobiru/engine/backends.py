@@ -54,16 +54,16 @@ class Backend(Protocol):
 class LocalBackend:
     """Processes of this machine, with a recorder of `recorder_capacity` sequences in memory they share with it.
 
-    `num_ranks` of them at the start, for which there has to be room.
+    There is room for `max_ranks` at least, since somebody has asked for so many.
     """
 
     host = "127.0.0.1"
 
-    def __init__(self, *, environment: Mapping[str, str], recorder_capacity: int, num_ranks: int) -> None:
+    def __init__(self, *, environment: Mapping[str, str], recorder_capacity: int, max_ranks: int) -> None:
         self.endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
         self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
         self._recorder_capacity = recorder_capacity
-        self.num_places = max(num_ranks, num_local_places())
+        self.num_places = max(max_ranks, num_local_places())
 
     def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
         recorder = FlightRecorder.create(self._recorder_capacity)
@@ -127,6 +127,5 @@ class RayBackend:
 def make_backend(config: EngineConfig, *, environment: Mapping[str, str], recorder_capacity: int) -> Backend:
     if config.data_parallel_backend == "ray":
         return RayBackend(config, environment=environment)
-    return LocalBackend(
-        environment=environment, recorder_capacity=recorder_capacity, num_ranks=config.data_parallel_size
-    )
+    max_ranks = config.max_data_parallel_size or config.data_parallel_size
+    return LocalBackend(environment=environment, recorder_capacity=recorder_capacity, max_ranks=max_ranks)

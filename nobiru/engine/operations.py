@@ -55,7 +55,7 @@ class Operations:
         self._states = states
         self._on_done = on_done
         self._num_places = num_places
-        self._waits_for_room = False
+        self._will_heal = False
         self._records: list[OperationRecord] = []
         self._num_heal_failures = 0
 
@@ -133,7 +133,7 @@ class Operations:
     def heal_if_due(self) -> None:
         """Grow back towards the size that was asked for, some time after a failure."""
         machine = self._machine
-        if not self._config.self_heal or self.is_busy or len(machine.members) >= machine.desired_size:
+        if self._will_heal or not self._config.self_heal or not self._is_short:
             return
         if self._num_heal_failures >= MAX_HEAL_FAILURES:
             return
@@ -144,25 +144,24 @@ class Operations:
             if self._num_heal_failures >= MAX_HEAL_FAILURES:
                 logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
                 return
-        if self._healing_size > len(machine.members):
-            epoch = machine.epoch
-            self._later(backoff_s(self._num_heal_failures + 1), lambda: self._heal(epoch))
-        elif not self._waits_for_room:
-            self._waits_for_room = True
-            self._later(ROOM_POLL_S, self._look_for_room)
+        self._will_heal = True
+        has_room = self._healing_size > len(machine.members)
+        self._later(backoff_s(self._num_heal_failures + 1) if has_room else ROOM_POLL_S, self._heal)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether ranks are missing, and nobody is doing anything about it."""
+        return not self.is_busy and len(self._machine.members) < self._machine.desired_size
 
     @property
     def _healing_size(self) -> int:
         """What is wanted, or as much of it as there is room for."""
         return min(self._machine.desired_size, self._num_places())
 
-    def _look_for_room(self) -> None:
-        self._waits_for_room = False
-        self.heal_if_due()
-
-    def _heal(self, epoch: int) -> None:
+    def _heal(self) -> None:
+        self._will_heal = False
         machine, size = self._machine, self._healing_size
-        if epoch != machine.epoch or self.is_busy:
+        if not self._is_short:
             return
         if size <= len(machine.members):
             self.heal_if_due()
