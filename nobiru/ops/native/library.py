@@ -120,6 +120,9 @@ class Kernels:
         self._weighted_sum = self._by_dtype(
             "weighted_sum", pointer, pointer, pointer, pointer, number, number, number, flag
         )
+        self._largest_places = library.largest_places
+        self._largest_places.argtypes = (pointer, number, pointer, number, number, flag)
+        self._largest_places.restype = None
         self._put = self._by_dtype(
             "put_rows", pointer, number, pointer, number, pointer, pointer, pointer, number, number
         )
@@ -333,6 +336,16 @@ class Kernels:
             _num_threads(num_rows * size),
         )
         return True
+
+    def argmax(self, x_RI: Tensor) -> Tensor:
+        """The place of each row's largest float32 value, [R], as torch's: the first, or the first not-a-number."""
+        num_rows, size = x_RI.shape
+        assert x_RI.stride(1) == 1 and x_RI.dtype == torch.float32 and size > 0
+        places_R = torch.empty(num_rows, dtype=torch.int64)
+        self._largest_places(
+            x_RI.data_ptr(), x_RI.stride(0), places_R.data_ptr(), num_rows, size, _num_threads(num_rows * size)
+        )
+        return places_R
 
     def turn(self, x_RHD: Tensor, turns_R1P: Tensor) -> bool:
         """Multiplies pairs of neighbours in x, as complex numbers, by turns (complex64); False as above."""
