@@ -497,7 +497,7 @@ static void weigh_row(float *scores, long first, long seen, float softcap, float
         for (long i = 0; i < size; i += LANES) store_f32(mixed + i, load_f32(mixed + i) * shrink);
 }
 
-#define PREFILL(NAME, T, LOAD, STORE)                                                                                  \
+#define PREFILL(NAME, ANOTHER_TASK, T, LOAD, STORE)                                                                                  \
     static void NAME##_task(void *arguments, long task) {                                                              \
         struct prefill *a = arguments;                                                                                 \
         const struct tile tile = a->tiles[task / a->key_heads];                                                        \
@@ -553,10 +553,20 @@ static void weigh_row(float *scores, long first, long seen, float softcap, float
             for (long i = 0; i < size; i += LANES) STORE(target + i, load_f32(mixed + r * size + i) / sums[r]);        \
         }                                                                                                              \
     }                                                                                                                  \
-    void NAME(struct prefill *a) { in_parallel(NAME##_task, a, a->num_tiles * a->key_heads, a->threads); }
+    void NAME(struct prefill *a) {                                                                                     \
+        void (*task)(void *, long) = ANOTHER_TASK(a);                                                                  \
+        in_parallel(task ? task : NAME##_task, a, a->num_tiles * a->key_heads, a->threads);                            \
+    }
 
-PREFILL(prefill_f32, float, load_f32, store_f32)
-PREFILL(prefill_bf16, bf16, load_bf16, store_bf16)
+#ifdef __AMX_BF16__
+#include "tiles_prefill.h"
+#else
+#define task_of_tiles(a) 0
+#endif
+#define task_of_vectors(a) 0
+
+PREFILL(prefill_f32, task_of_vectors, float, load_f32, store_f32)
+PREFILL(prefill_bf16, task_of_tiles, bf16, load_bf16, store_bf16)
 
 /* ---- rows -----------------------------------------------------------------------------------------------------------
  *
