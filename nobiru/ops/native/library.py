@@ -40,7 +40,9 @@ from nobiru.ops.native import threads
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = tuple(_SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "tiles.h", "tiles_attention.h", "tiles_prefill.h"))
+_HEADERS = tuple(
+    _SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "tiles.h", "tiles_attention.h", "tiles_prefill.h")
+)
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
