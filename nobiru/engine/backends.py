@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from nobiru import env
+from nobiru import env, machine
 from nobiru.config import EngineConfig
-from nobiru.elastic.launcher.local import LocalLauncher, num_local_places
+from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine.heart import Hearts
 from nobiru.engine.rank_spec import RankSpec
 from nobiru.engine.recorder import FlightRecorder, Recorder
@@ -54,7 +54,7 @@ class Backend(Protocol):
 class LocalBackend:
     """Processes of this machine, with a recorder of `recorder_capacity` sequences in memory they share with it.
 
-    There is room for `max_ranks` at least, since somebody has asked for so many.
+    There is room for one rank on each core, and for `max_ranks`: they share cores, and memory is not looked at.
     """
 
     host = "127.0.0.1"
@@ -63,7 +63,7 @@ class LocalBackend:
         self.endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
         self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
         self._recorder_capacity = recorder_capacity
-        self.num_places = max(max_ranks, num_local_places())
+        self.num_places = max(max_ranks, machine.default_num_threads())
 
     def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
         recorder = FlightRecorder.create(self._recorder_capacity)
@@ -95,7 +95,7 @@ class RayBackend:
             environment={name: environment[name] for name in env.REMOTE_RANK_VARIABLES if name in environment},
             num_ranks=config.data_parallel_size,
             cpus_per_rank=None if threads is None else threads * workers,
-            max_ranks=config.max_data_parallel_size,
+            max_ranks=config.max_size,
         )
         self.host = self._launcher.host
         # Both listen from now on: ranks are told the ports before the server's event loop runs.
@@ -127,5 +127,4 @@ class RayBackend:
 def make_backend(config: EngineConfig, *, environment: Mapping[str, str], recorder_capacity: int) -> Backend:
     if config.data_parallel_backend == "ray":
         return RayBackend(config, environment=environment)
-    max_ranks = config.max_data_parallel_size or config.data_parallel_size
-    return LocalBackend(environment=environment, recorder_capacity=recorder_capacity, max_ranks=max_ranks)
+    return LocalBackend(environment=environment, recorder_capacity=recorder_capacity, max_ranks=config.max_size)

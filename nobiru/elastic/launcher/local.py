@@ -15,11 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from nobiru import machine
 from nobiru.elastic.launcher.ended import Ended
-
-# Processes share cores and may be more than those; memory bounds them, which is not known here.
-MIN_PLACES = 8
 
 
 class LocalProcess:
@@ -91,11 +87,6 @@ class LocalLauncher:
             process.stdin.write(spec + b"\n")
             process.stdin.flush()
         return handle
-
-
-def num_local_places() -> int:
-    """How many ranks may be asked for on this machine, if nobody has said: one for each core, and at least 8."""
-    return max(MIN_PLACES, machine.default_num_threads())
 
 
 def describe_exit(code: int) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 from nobiru import env, machine
 from nobiru.elastic.launcher.ended import Ended
-from nobiru.elastic.launcher.local import describe_exit, num_local_places
+from nobiru.elastic.launcher.local import describe_exit
 from nobiru.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -195,8 +195,8 @@ class RayLauncher:
     """Launches `entry` ("package.module:function") in actors. `host` is this machine's address in the cluster.
 
     Connects to the cluster at `address`; None: the one that runs here, or a new one that ends with this process and has
-    room for as many ranks as may ever be asked for (`max_ranks`; None: as many as processes of this machine). Each rank
-    gets `cpus_per_rank` CPUs; None: as many as `num_ranks` ranks can have of this cluster.
+    room for `max_ranks` (None: for the first ones), however few CPUs this machine has. Each rank gets `cpus_per_rank`
+    CPUs; None: as many as `num_ranks` ranks can have of this cluster.
     `ConfigError` when Ray is not installed or no cluster answers.
     """
 
@@ -222,7 +222,7 @@ class RayLauncher:
         self._has_connected = not ray.is_initialized()
         if self._has_connected and not _connect(address):
             cpus_per_rank = cpus_per_rank or share_cpus([machine.default_num_threads()], num_ranks)
-            _start_cluster(cpus_per_rank * (max_ranks or max(num_ranks, num_local_places())))
+            _start_cluster(cpus_per_rank * (max_ranks or num_ranks))
         self.host: str = ray.util.get_node_ip_address()
         self._cpus_of_nodes = _cpus_of_nodes()
         self.cpus_per_rank = cpus_per_rank or share_cpus(self._cpus_of_nodes, num_ranks)
