@@ -128,7 +128,7 @@ def test_an_operation_is_followed_to_its_end(scripted: Scripted, capsys: pytest.
     assert run("scale", "4", "--url", scripted.url + "/v1/") == 0
     assert scripted.asked == [("POST", PATH, {"data_parallel_size": 4}), ("GET", ONE, None), ("GET", ONE, None)]
     shown = capsys.readouterr()
-    assert shown.out == "4 ranks serve, epoch 3 -> 4, paused 12.5 ms, 3.0 MB of experts moved, 4.00 s in all\n"
+    assert shown.out == "4 ranks serve, epoch 3 -> 4, paused 12.5 ms, 3.0 MB read, 4.00 s in all\n"
     assert shown.err.splitlines() == [
         "nobiru:    0.00 s  preparing (r0 serving, r1 serving, r2 launching)",
         "nobiru:    1.00 s  draining",
@@ -322,7 +322,7 @@ def test_a_terminal_shows_phases_ranks_and_bytes() -> None:
     assert "1.00" in last
     assert "0.50" in last
     assert "r0 serving, r1 serving, r2 launching" in last
-    assert "3.0 MB of experts to move" in last
+    assert "3.0 MB to read" in last
 
 
 # ---- status ----------------------------------------------------------------------------------------------------------
