@@ -1,7 +1,7 @@
 """The process that holds the rendezvous store, where the members of a group find each other.
 
 Owns a `TCPStore` and nothing else. It belongs to the server and not to a rank, so that no rank is special; it ends when
-its standard input closes. Groups that stand do not need it any more.
+its standard input closes. Groups that stand do not need it any more, so what they wrote is deleted when it is told to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from nobiru import env
 from nobiru.engine import messages
-from nobiru.engine.messages import StoreFailed, StoreReady
+from nobiru.engine.messages import Forget, StoreFailed, StoreReady
 from nobiru.engine.rank_spec import STORE_IDENTITY, StoreSpec
 from nobiru.runner.faults import parse_faults
 
@@ -29,6 +29,7 @@ def main() -> None:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, STORE_IDENTITY)
+    socket.setsockopt(zmq.LINGER, 2000)
     socket.connect(spec.endpoint)
     port = parse_faults(env.fault_injection() or "").get("store_port", 0)
     try:
@@ -39,6 +40,20 @@ def main() -> None:
         context.term()  # when it is sent
         os._exit(1)
     socket.send(messages.encode(StoreReady(host=spec.host, port=store.port)))
-    while os.read(0, 4096):
-        continue
-    os._exit(0)
+    poller = zmq.Poller()
+    for source in (0, socket):
+        poller.register(source, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if 0 in ready and not os.read(0, 4096):
+            os._exit(0)
+        if socket in ready and isinstance(message := messages.decode_to_rank(socket.recv()), Forget):
+            forget(store, message.attempt)
+
+
+def forget(store: TCPStore, attempt: int) -> None:
+    """Delete the keys of this attempt and earlier ones, with which members that were late may have come meanwhile."""
+    for key in store.list_keys():
+        number, slash, _ = key.partition("/")
+        if slash and int(number) <= attempt:
+            store.delete_key(key)
