@@ -28,13 +28,15 @@ class RankMemory:
     """What a rank takes on its `node` (None: not known yet).
 
     `base_bytes` is all but experts and KV cache: other weights, interpreter, libraries. The cache of `kv_cache_bytes`
-    is promised, and on a CPU only occupied as it fills; `resident_bytes` is what the rank occupies now, if that is
-    known.
+    is only occupied as it fills, on a CPU. `firm_cache_bytes` of it have to be there: all, if its size was asked for; a
+    cache that was made from a share of the free memory needs room for one sequence. `resident_bytes` is what the rank
+    occupies now, if that is known.
     """
 
     node: str | None
     base_bytes: int
     kv_cache_bytes: int
+    firm_cache_bytes: int
     resident_bytes: int | None = None
 
 
@@ -60,10 +62,10 @@ NO_EXPERTS = ExpertCounts(before={}, read={}, after={})
 
 
 def count_experts(held: Mapping[str, int], plan: MembershipPlan, members: Sequence[str]) -> ExpertCounts:
-    """For ranks that hold so many experts now, and the plan of the next `members`, who are in its order."""
+    """For the present ranks, which hold so many experts now, and the plan of the next `members`, in its order."""
     in_slots = (plan.placement.slots != EMPTY).sum((0, 2)).tolist()
     after = dict(zip(members, in_slots, strict=True))
-    read = {rank: len(plan.fills[rank]) if rank in plan.fills else after[rank] for rank in members}
+    read = {rank: len(plan.fills[rank]) if rank in held else after[rank] for rank in members}
     return ExpertCounts(before=dict(held), read=read, after=after)
 
 
@@ -173,23 +175,25 @@ def forecast(
             during_bytes=before + num_read * sizes.expert_bytes if name in present else after,
             after_bytes=after,
         )
-    nodes = {node: _on_node(node, ranks, present, free) for node, free in free_bytes.items()}
+    soft_bytes = newcomer.kv_cache_bytes - newcomer.firm_cache_bytes
+    nodes = {node: _on_node(node, ranks, present, free, soft_bytes) for node, free in free_bytes.items()}
     return Forecast(ranks=ranks, nodes=nodes)
 
 
 def _on_node(
-    node: str, ranks: Mapping[str, RankForecast], present: Mapping[str, RankMemory], free_bytes: int
+    node: str, ranks: Mapping[str, RankForecast], present: Mapping[str, RankMemory], free_bytes: int, soft_bytes: int
 ) -> NodeForecast:
+    """`soft_bytes` of a new rank's memory may be missing."""
     here = {name: rank for name, rank in ranks.items() if rank.node == node}
     num_new = sum(rank.role == "joins" for rank in here.values())
     promised = 0
     for name, rank in here.items():
         resident = present[name].resident_bytes if name in present else None
         if num_new and resident is not None:
-            promised += min(present[name].kv_cache_bytes, max(0, rank.before_bytes - resident))
+            promised += min(present[name].firm_cache_bytes, max(0, rank.before_bytes - resident))
     return NodeForecast(
         num_new=num_new,
-        needed_bytes=sum(rank.during_bytes - rank.before_bytes for rank in here.values()),
+        needed_bytes=sum(rank.during_bytes - rank.before_bytes for rank in here.values()) - num_new * soft_bytes,
         free_bytes=free_bytes,
         available_bytes=max(0, free_bytes - promised),
     )

@@ -95,6 +95,7 @@ class Controller:
         balance: ExpertBalance | None,
         rank_timeout_s: float,
         max_start_failures: int,
+        num_places: Callable[[], int],
         on_loaded: Callable[[Rank, Loaded], None],
         on_lost: Callable[[Rank, Sequence[int]], None],
     ) -> None:
@@ -119,7 +120,9 @@ class Controller:
             later=self._later,
             states=lambda: {rank.rank_id: self.state_of(rank) for rank in self.ranks},
             on_done=self._vacate,
+            num_places=num_places,
         )
+        self._num_places = num_places
         self.holds = Holds(self._later, delays_from(parse_faults(environment.get(env.FAULT_INJECTION, ""))))
         self._max_start_failures = max_start_failures
         self._on_loaded = on_loaded
@@ -169,6 +172,7 @@ class Controller:
         status: dict[str, Any] = {
             "epoch": self.machine.epoch,
             "desired_size": self.machine.desired_size,
+            "max_data_parallel_size": self.operations.max_size,
             "operation": None if running is None else self.operations.document(running.operation_id),
         }
         if self.balance is not None and (placement := self.balance.placement) is not None:
@@ -254,7 +258,12 @@ class Controller:
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
             self.balance.epoch_ends()
+<<<<<<< HEAD
         actions = self.machine.rank_lost(rank.rank_id, rank.cause)
+=======
+        self.machine.num_places = self._num_places()
+        actions = self.machine.rank_lost(rank.rank_id)
+>>>>>>> main
         self._on_lost(rank, executing)
         operation = self.machine.operation
         is_needed = not self.machine.lives and operation is not None and operation.origin in ("start", "failure")
@@ -356,7 +365,7 @@ class Controller:
         if self.machine.attempt is None or self.machine.attempt.number != action.attempt:
             return
         plan = self._plans[action.attempt] = self.balance.plan(action.members)
-        if (running := self.operations.running) is not None:
+        if (running := self.operations.running) is not None and self.balance.placement is not None:
             running.bytes_moved = self._planning.bytes_to_read(self.machine.members, action.members, plan)
         slots = plan.placement.slots
         host, port = self._store.address

@@ -93,7 +93,8 @@ class Planning:
         experts = NO_EXPERTS
         if self._balance is not None and self._balance.placement is not None:
             plan = plan or self._balance.plan(members)
-            experts = count_experts(self._balance.num_held, plan, members)
+            held = {rank_id: num for rank_id, num in self._balance.num_held.items() if rank_id in memories}
+            experts = count_experts(held, plan, members)
         return forecast(
             memories,
             members,
@@ -117,13 +118,14 @@ class Planning:
 
     def _memory_of(self, rank_id: str) -> RankMemory:
         if rank_id not in self._uses:  # its memory is a device's, or unknown
-            return RankMemory(node=None, base_bytes=0, kv_cache_bytes=0)
+            return RankMemory(node=None, base_bytes=0, kv_cache_bytes=0, firm_cache_bytes=0)
         rank, use = self._uses[rank_id]
         node, pid = rank.process.node, rank.process.pid
         return RankMemory(
             node=node,
             base_bytes=use.base_bytes,
             kv_cache_bytes=use.kv_cache_bytes,
+            firm_cache_bytes=use.kv_cache_bytes if use.kv_cache_share is None else use.least_kv_cache_bytes,
             resident_bytes=machine.resident_memory_bytes(pid) if node == self._host and pid is not None else None,
         )
 
@@ -132,16 +134,20 @@ class Planning:
         uses = [use for _, use in self._uses.values()]
         node = self._host if uses and self._config.data_parallel_backend == "local" else None
         shares = [use.kv_cache_share for use in uses if use.kv_cache_share is not None]
+        largest = max((use.kv_cache_bytes for use in uses), default=0)
+        least = max((use.least_kv_cache_bytes for use in uses), default=0)
+        cache_bytes = cache_of_newcomer(
+            explicit_bytes=None if shares else largest,
+            largest_present_bytes=largest,
+            least_bytes=least,
+            share=max(shares, default=1.0),
+            free_bytes=self._free_bytes().get(self._host),
+        )
         return RankMemory(
             node=node,
             base_bytes=max((memory.base_bytes for memory in present.values()), default=0),
-            kv_cache_bytes=cache_of_newcomer(
-                explicit_bytes=None if shares else max((use.kv_cache_bytes for use in uses), default=0),
-                largest_present_bytes=max((use.kv_cache_bytes for use in uses), default=0),
-                least_bytes=max((use.least_kv_cache_bytes for use in uses), default=0),
-                share=max(shares, default=1.0),
-                free_bytes=self._free_bytes().get(self._host),
-            ),
+            kv_cache_bytes=cache_bytes,
+            firm_cache_bytes=least if shares else cache_bytes,
         )
 
     def _free_bytes(self) -> dict[str, int]:
