@@ -258,12 +258,8 @@ class Controller:
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
             self.balance.epoch_ends()
-<<<<<<< HEAD
-        actions = self.machine.rank_lost(rank.rank_id, rank.cause)
-=======
         self.machine.num_places = self._num_places()
-        actions = self.machine.rank_lost(rank.rank_id)
->>>>>>> main
+        actions = self.machine.rank_lost(rank.rank_id, rank.cause)
         self._on_lost(rank, executing)
         operation = self.machine.operation
         is_needed = not self.machine.lives and operation is not None and operation.origin in ("start", "failure")

@@ -92,19 +92,19 @@ class Operations:
                 return self._document(record)
         size = self._checked_size(size, remove, replace)
         gone = (*remove, *replace)
-        members = self._members_after(size, gone)
-        plan = self._planning.plan(self._machine.members, members, pauses_s=self._pauses_s)
+        machine = self._machine
+        takes_over = origin == "user" and machine.operation is not None and machine.operation.origin == "autoscaler"
+        if not dry_run and not takes_over:
+            self._refuse_while_busy()
+        plan = self._planning.plan(machine.members, self._members_after(size, gone), pauses_s=self._pauses_s)
         target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
         if dry_run:
             return dry_run_document(target, plan)
-        machine = self._machine
-        if origin == "user" and (running := machine.operation) is not None and running.origin == "autoscaler":
-            self._perform(machine.cancel("a user asked for another change"))
-        if self.is_busy:
-            number = "" if self.running is None else f" ({self.running.operation_id})"
-            raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
         if plan.problem is not None:
             raise plan.problem
+        if takes_over:
+            self._perform(machine.cancel("a user asked for another change"))
+            self._refuse_while_busy()
         actions = machine.request(
             size=size, remove=gone, origin=origin, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
         )
@@ -112,6 +112,11 @@ class Operations:
         self._later(deadline_s, lambda: self._on_deadline(record))
         self._perform(actions)
         return self._document(record)
+
+    def _refuse_while_busy(self) -> None:
+        if self.is_busy:
+            number = "" if self.running is None else f" ({self.running.operation_id})"
+            raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
 
     @property
     def is_busy(self) -> bool:
@@ -179,22 +184,16 @@ class Operations:
         machine, size = self._machine, self._healing_size
         if not self._is_short:
             return
-<<<<<<< HEAD
-        members = self._members_after(machine.desired_size, ())
-        plan = self._planning.plan(machine.members, members, pauses_s=self._pauses_s)
+        if size <= len(machine.members):
+            self.heal_if_due()
+            return
+        plan = self._planning.plan(machine.members, self._members_after(size, ()), pauses_s=self._pauses_s)
         if plan.problem is not None:
             self._note_heal_failure(plan.problem.message)
             self.heal_if_due()
             return
-        actions = machine.request(size=machine.desired_size, origin="heal")
-        self._note_new({"data_parallel_size": machine.desired_size}, None, plan)
-=======
-        if size <= len(machine.members):
-            self.heal_if_due()
-            return
         actions = machine.request(size=size, origin="heal")
-        self._note_new({"data_parallel_size": size}, None)
->>>>>>> main
+        self._note_new({"data_parallel_size": size}, None, plan)
         self._perform(actions)
 
     def _note_heal_failure(self, cause: str) -> None:
@@ -288,7 +287,7 @@ class Operations:
     @property
     def _pauses_s(self) -> list[float]:
         """Of planned changes, oldest first."""
-        planned = [record for record in self._records if record.operation.origin in ("user", "heal")]
+        planned = [record for record in self._records if record.operation.origin in membership.PLANNED]
         return [record.pause_s for record in planned if record.pause_s is not None]
 
 

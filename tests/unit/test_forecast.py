@@ -24,7 +24,7 @@ NUM_LAYERS, NUM_EXPERTS = 2, 6
 
 
 def memory(resident: int | None = None, node: str | None = "a") -> RankMemory:
-    return RankMemory(node=node, base_bytes=10_000, kv_cache_bytes=4000, resident_bytes=resident)
+    return RankMemory(node=node, base_bytes=10_000, kv_cache_bytes=4000, firm_cache_bytes=4000, resident_bytes=resident)
 
 
 def change(before: list[str], after: list[str], free: int, resident: int | None = None) -> Forecast:
@@ -90,8 +90,9 @@ def test_more_memory_never_hurts(members: tuple[list[str], list[str]], free: int
 
 def test_a_refusal_names_what_is_needed_and_what_is_there() -> None:
     gib = 2**30
-    ranks = {"r0": RankMemory(node="10.0.0.1", base_bytes=3 * gib, kv_cache_bytes=4 * gib, resident_bytes=4 * gib)}
-    new = RankMemory(node="10.0.0.1", base_bytes=3 * gib, kv_cache_bytes=2 * gib)
+    cache = {"kv_cache_bytes": 4 * gib, "firm_cache_bytes": 4 * gib}
+    ranks = {"r0": RankMemory(node="10.0.0.1", base_bytes=3 * gib, resident_bytes=4 * gib, **cache)}
+    new = RankMemory(node="10.0.0.1", base_bytes=3 * gib, kv_cache_bytes=2 * gib, firm_cache_bytes=2 * gib)
     found = forecast(
         ranks, ["r0", "new-0", "new-1"], newcomer=new, sizes=Sizes(), free_bytes={"10.0.0.1": 12 * gib, "10.0.0.2": 0}
     )
@@ -106,6 +107,14 @@ def test_a_refusal_names_what_is_needed_and_what_is_there() -> None:
     }
     one = forecast(ranks, ["r0", "new-0"], newcomer=new, sizes=Sizes(), free_bytes={"10.0.0.1": 12 * gib})
     assert one.problem is None
+
+
+def test_a_cache_from_a_share_of_what_is_free_needs_room_for_one_sequence() -> None:
+    new = RankMemory(node="a", base_bytes=10_000, kv_cache_bytes=9_000, firm_cache_bytes=500)
+    found = forecast({}, ["new-0"], newcomer=new, sizes=SIZES, free_bytes={"a": 17_499})
+    assert found.ranks["new-0"].after_bytes == 19_000
+    assert (found.nodes["a"].needed_bytes, found.problem) == (10_500, None)
+    assert forecast({}, ["new-0"], newcomer=new, sizes=SIZES, free_bytes={"a": 10_499}).problem is not None
 
 
 def test_a_node_that_is_not_known_is_not_looked_at() -> None:
