@@ -11,10 +11,14 @@ STORE_IDENTITY = b"store"
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One JSON line on the store's standard input: where to say that it is ready, and the address it is reached at."""
+    """One JSON line on the store's standard input: where to say that it is ready, and the address it is reached at.
+
+    `is_restart` says that there was one before, which has died.
+    """
 
     endpoint: str
     host: str = "127.0.0.1"
+    is_restart: bool = False
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):

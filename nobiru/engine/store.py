@@ -31,7 +31,8 @@ def main() -> None:
     socket.setsockopt(zmq.IDENTITY, STORE_IDENTITY)
     socket.setsockopt(zmq.LINGER, 2000)
     socket.connect(spec.endpoint)
-    port = parse_faults(env.fault_injection() or "").get("store_port", 0)
+    faults = parse_faults(env.fault_injection() or "") if spec.is_restart else {}
+    port = faults.get("restarted_store_port", 0)  # 0: one that is free
     try:
         store = TCPStore(spec.host, port, is_master=True, wait_for_workers=False)
     except (RuntimeError, OSError) as error:  # no port is left, or no descriptor
