@@ -45,9 +45,12 @@ async def stopped_at(client: ZmqClient, point: Point, **asked: Any) -> str:
 
     def is_there() -> bool:
         assert machine.operation is not None, client.operations.document(operation_id)
-        members = machine.attempt.members if machine.attempt is not None else ()
-        num_reports = {"prepare": len(members), "park": len(machine.members), "apply": len(members)}.get(point, 1)
-        return client.ranks.holds.num_waiting(point) == num_reports
+        num_waiting = client.ranks.holds.num_waiting(point)
+        if point in ("load", "drain"):
+            return num_waiting == 1
+        if machine.attempt is None:
+            return False
+        return num_waiting == len(machine.members if point == "park" else machine.attempt.members)
 
     await until(is_there)
     return operation_id
