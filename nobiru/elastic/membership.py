@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Phase = Literal["planning", "preparing", "draining", "committing", "settling", "done", "rolled_back", "failed"]
-Origin = Literal["user", "heal", "failure", "start"]
+Origin = Literal["user", "autoscaler", "heal", "failure", "start"]
+# Those that somebody chose a size with, and those that can be undone.
+CHOSEN: tuple[Origin, ...] = ("user", "autoscaler")
+PLANNED: tuple[Origin, ...] = (*CHOSEN, "heal")
 ENDED: tuple[Phase, ...] = ("done", "rolled_back", "failed")
 BEFORE_COMMIT: tuple[Phase, ...] = ("planning", "preparing", "draining", "committing")
 
@@ -160,10 +163,12 @@ class Membership:
 
     `lives` says whether the members of `epoch` step together; if not, the next attempt is on its way. `loaded` are the
     ranks whose model is loaded. `operations` is the history, newest last. An epoch has `min_size` members at least.
+    `num_places` is how many ranks there is room for, as far as is known (None: for any number).
     """
 
     desired_size: int
     min_size: int = 1
+    num_places: int | None = None
     epoch: int = 0
     members: tuple[str, ...] = ()
     lives: bool = False
@@ -205,7 +210,7 @@ class Membership:
             raise ValueError(f"cannot change to {size} members without {', '.join(remove)}")
         stay = [rank for rank in self.members if rank not in remove]
         leaving = (*remove, *stay[size:])
-        if origin == "user":
+        if origin in CHOSEN:
             self.desired_size = size
         operation = Operation(
             number=len(self.operations),
@@ -220,7 +225,7 @@ class Membership:
     def cancel(self, error: str | None = None) -> list[Action]:
         """Undo the running operation, if it is a planned one that is not committed yet; else nothing."""
         operation = self.operation
-        if operation is None or operation.origin not in ("user", "heal") or operation.phase not in BEFORE_COMMIT:
+        if operation is None or operation.origin not in PLANNED or operation.phase not in BEFORE_COMMIT:
             return []
         return self._roll_back(operation, error)
 
@@ -304,6 +309,8 @@ class Membership:
             if self.attempt is not None:
                 others = tuple(each for each in self.attempt.members if each != rank_id)
                 forget, self.attempt = [Forget(self.attempt.number, others)], None
+            if operation.origin == "failure":
+                operation.size = min(operation.size, max(len(self.members), self._size_with_room()))
             return [*forget, *self._launch_missing(operation), *self._prepare_if_loaded()]
         return self._roll_back(operation, f"the new rank {rank_id} died")
 
@@ -370,7 +377,7 @@ class Membership:
         """Nobody has died, but the attempt does not come to an end."""
         operation, attempt = self.operation, self.attempt
         assert operation is not None and attempt is not None
-        if operation.origin in ("user", "heal"):
+        if operation.origin in PLANNED:
             return self._roll_back(operation, error)
         self.attempt = None
         return [Forget(attempt.number, attempt.members), SetTimer("reform", operation.number, REFORM_S)]
@@ -385,7 +392,7 @@ class Membership:
         if operation.drain_timeout_s is not None and operation.leaving:
             actions.append(Undrain(tuple(rank for rank in operation.leaving if rank in self.members)))
         actions += self._stop_all(operation.newcomers)
-        if operation.origin == "user":
+        if operation.origin in CHOSEN:
             self.desired_size = max(1, len(self.members))
         return actions
 
@@ -402,7 +409,7 @@ class Membership:
         if self.lives:
             actions.append(Abandon(self.epoch, self.members))
         self.lives = False
-        if operation is not None and operation.origin in ("user", "heal", "start") and operation.phase != "settling":
+        if operation is not None and operation.origin in (*PLANNED, "start") and operation.phase != "settling":
             if operation.origin == "start":
                 return actions  # its newcomers are members only once it is committed
             actions += self._undo(operation, error or "a member died")
@@ -415,13 +422,18 @@ class Membership:
             if not self.attempt.is_committed:
                 actions.append(Forget(self.attempt.number, self.members))
             self.attempt = None
-        size = max(len(self.members), self.min_size) if self.members else self.desired_size
+        size = max(len(self.members), self.min_size) if self.members else self._size_with_room()
         failure = Operation(number=len(self.operations), origin="failure", size=size, phase="preparing")
         self.operations.append(failure)
         actions += self._launch_missing(failure)
         # Give news of more deaths the time to arrive: an attempt with a dead member would only cost its time limit.
         actions.append(SetTimer("reform", failure.number, REFORM_S if error else 0.0))
         return actions
+
+    def _size_with_room(self) -> int:
+        """Of a group that is launched anew: as desired, or what there is room for."""
+        room = self.desired_size if self.num_places is None else self.num_places
+        return max(self.min_size, min(self.desired_size, room))
 
     def _undo(self, operation: Operation, error: str) -> list[Action]:
         operation.phase, operation.error = "rolled_back", error

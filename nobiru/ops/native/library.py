@@ -35,11 +35,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru import env, machine
+from nobiru.ops.native import threads
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = tuple(_SOURCE.with_name(name) for name in ("parallel.h", "experts.h"))
+_HEADERS = tuple(
+    _SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "tiles.h", "tiles_attention.h", "tiles_prefill.h")
+)
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
@@ -100,9 +103,11 @@ class Kernels:
         self._library = library
         library.panel_width.restype = ctypes.c_int32
         library.multiplies_bf16_pairs.restype = ctypes.c_int32
+        library.allow_tiles.restype = ctypes.c_int32
         self._width = int(library.panel_width())
         self._lanes = self._width // 2
         self.multiplies_pairs = bool(library.multiplies_bf16_pairs())
+        self.has_tiles = bool(library.allow_tiles())
         self._linear_f32 = self._declare_linear("linear_f32")
         self._linear_bf16 = self._declare_linear("linear_bf16")
         self._linear_pairs = self._declare_linear("linear_pairs") if self.multiplies_pairs else None
@@ -117,6 +122,9 @@ class Kernels:
         self._weighted_sum = self._by_dtype(
             "weighted_sum", pointer, pointer, pointer, pointer, number, number, number, flag
         )
+        self._largest_places = library.largest_places
+        self._largest_places.argtypes = (pointer, number, pointer, number, number, flag)
+        self._largest_places.restype = None
         self._put = self._by_dtype(
             "put_rows", pointer, number, pointer, number, pointer, pointer, pointer, number, number
         )
@@ -127,8 +135,12 @@ class Kernels:
         padded = F.pad(weight_OI, (0, num_in % 2 if in_pairs else 0, 0, -num_out % self._width))
         panels_PWI = padded.view(-1, self._width, padded.shape[1])
         panels = panels_PWI.unflatten(2, (-1, 2)) if in_pairs else panels_PWI  # type: ignore[no-untyped-call]
+        turned = panels.transpose(1, 2)
+        packed = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
+        if packed.device.type == "cpu":  # not of a meta tensor, of which only the sizes are asked
+            machine.prefer_huge_pages(packed.data_ptr(), packed.nbytes)
         return PackedWeight(
-            panels=panels.transpose(1, 2).contiguous(),
+            panels=packed.copy_(turned),
             bias_O=None if bias_O is None else bias_O.float().contiguous(),
             num_in=num_in,
             num_out=num_out,
@@ -153,7 +165,7 @@ class Kernels:
             num_rows,
             num_in,
             weight.num_out,
-            1 if few else torch.get_num_threads(),
+            1 if few else threads.num_threads(),
         )
 
     def grouped_linear(
@@ -186,7 +198,7 @@ class Kernels:
             out_RO.data_ptr(),
             num_in,
             num_out,
-            1 if few else torch.get_num_threads(),
+            1 if few else threads.num_threads(),
         )
 
     def attends(self, dtype: torch.dtype, head_size: int) -> bool:
@@ -227,7 +239,7 @@ class Kernels:
             window or 0,
             scale,
             softcap or 0.0,
-            torch.get_num_threads(),
+            threads.num_threads(),
         )
         self._attend[q_nHD.dtype](ctypes.addressof(arguments))
         if arguments.failed:
@@ -275,7 +287,7 @@ class Kernels:
             window or 0,
             scale,
             softcap or 0.0,
-            torch.get_num_threads(),
+            threads.num_threads(),
         )
         self._prefill[q_THD.dtype](ctypes.addressof(arguments))
         if arguments.failed:
@@ -326,6 +338,16 @@ class Kernels:
             _num_threads(num_rows * size),
         )
         return True
+
+    def argmax(self, x_RI: Tensor) -> Tensor:
+        """The place of each row's largest float32 value, [R], as torch's: the first, or the first not-a-number."""
+        num_rows, size = x_RI.shape
+        assert x_RI.stride(1) == 1 and x_RI.dtype == torch.float32 and size > 0
+        places_R = torch.empty(num_rows, dtype=torch.int64)
+        self._largest_places(
+            x_RI.data_ptr(), x_RI.stride(0), places_R.data_ptr(), num_rows, size, _num_threads(num_rows * size)
+        )
+        return places_R
 
     def turn(self, x_RHD: Tensor, turns_R1P: Tensor) -> bool:
         """Multiplies pairs of neighbours in x, as complex numbers, by turns (complex64); False as above."""
@@ -385,7 +407,7 @@ class Kernels:
 
 
 def _num_threads(num_values: int) -> int:
-    return 1 if num_values < _MIN_PARALLEL_VALUES else torch.get_num_threads()
+    return 1 if num_values < _MIN_PARALLEL_VALUES else threads.num_threads()
 
 
 def kernels_for(x: Tensor) -> Kernels | None:
