@@ -236,11 +236,9 @@ class Operations:
         }
         if self._balance is not None and self._balance.placement is not None:
             plan = self._balance.plan([*stay, *newcomers])
-            held = (plan.placement.slots >= 0).sum((0, 2)).tolist()
             document["bytes_moved"] = plan.num_fills * self._expert_bytes
-            document["expert_bytes"] = {
-                rank: count * self._expert_bytes for rank, count in zip([*stay, *newcomers], held, strict=True)
-            }
+            held = self._balance.bytes_held(plan)
+            document["expert_bytes"] = dict(zip([*stay, *newcomers], held, strict=True))
         pauses = [record.pause_s for record in self._records if record.pause_s]
         document["expected_pause_seconds"] = max(pauses) if pauses else None
         return document
