@@ -1,4 +1,4 @@
-"""Scenes for tests of ranks that come and go: clients ask for texts all the time, and each must be the undisturbed one."""
+"""Scenes for tests of ranks that come and go: clients ask for texts all the time, and get the undisturbed ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ranks import is_alive, running, until
 from nobiru import LLM, SamplingParams
 from nobiru.engine.client import ZmqClient
 
+LIMIT_S = 120.0  # for starts of ranks on loaded machines
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
 
 
@@ -45,7 +46,7 @@ async def under_load(client: ZmqClient, expected: list[list[int]]) -> AsyncItera
 
 
 async def ended(client: ZmqClient, operation_id: str) -> dict[str, Any]:
-    await until(lambda: client.operations.document(operation_id)["phase"] in ("done", "rolled_back", "failed"))
+    await until(lambda: client.operations.document(operation_id)["phase"] in ("done", "rolled_back", "failed"), LIMIT_S)
     return client.operations.document(operation_id)
 
 
@@ -59,7 +60,7 @@ def worker_pids(client: ZmqClient) -> list[int]:
 
 
 async def whole(client: ZmqClient, size: int) -> None:
-    await until(lambda: not client.operations.is_busy and len(members(client)) == size)
+    await until(lambda: not client.operations.is_busy and len(members(client)) == size, LIMIT_S)
 
 
 Scene = Callable[[ZmqClient], Awaitable[None]]
@@ -70,7 +71,7 @@ def play(model: Path, expected: list[list[int]], scene: Scene, **options: Any) -
 
     async def main() -> None:
         async with running(model, faults="step_delay_ms=5", **{**CACHE, **options}) as client:
-            await until(lambda: not client.operations.is_busy)
+            await until(lambda: not client.operations.is_busy, LIMIT_S)
             async with under_load(client, expected):
                 await scene(client)
             assert client.queued_requests == 0

@@ -230,12 +230,13 @@ class ExpertWorker:
 
 
 class StandInDispatcher:
-    """For warming up before there is a group: all tokens go to experts that this rank holds; results mean nothing."""
+    """For warming up before there is a group: all tokens go to one slot of this worker; results mean nothing."""
 
     is_reentrant = False
 
     def __init__(self, moe: MoeParts) -> None:
-        self._first_slots = [int(np.flatnonzero(slots_S >= 0)[0]) for slots_S in moe.slots_LS]
+        # Where there are more workers than experts, a slot may be empty: zeros.
+        self._first_slots = [int(np.argmax(slots_S >= 0)) for slots_S in moe.slots_LS]
         self._num_slots = moe.slot_capacity
 
     def dispatch(self, layer: int, x_TC: Tensor, expert_TK: Tensor) -> Dispatched:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_scenes import ended, members, play, undisturbed, whole, worker_pids
+from elastic_scenes import ended, members, play, undisturbed, whole
 from ranks import is_alive, until
 
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError
+
+pytestmark = pytest.mark.timeout(400)
 
 PAIRS: dict[str, Any] = {"tensor_parallel_size": 2, "step_timeout_s": 20.0}
 SPREAD: dict[str, Any] = {**PAIRS, "enable_expert_parallel": True}
