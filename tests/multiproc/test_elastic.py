@@ -10,8 +10,9 @@ from typing import Any
 
 import elastic_scenes
 import pytest
-from elastic_scenes import Scene, ended, members, whole
-from ranks import is_alive, until
+from elastic_scenes import GREEDY, Scene, ended, members, whole
+from generation_requests import CACHE, PROMPTS, generation, text_of
+from ranks import is_alive, running, until
 
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -132,3 +133,17 @@ def test_what_cannot_be_done_is_refused(moe_model: Path, expected: list[list[int
         assert len(members(client)) == 2
 
     play(moe_model, expected, scene)
+
+
+def test_a_rank_that_dies_before_the_first_epoch_is_replaced_with_its_experts(
+    moe_model: Path, expected: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with running(moe_model, **CACHE, **SPREAD) as client:
+            os.kill(client.status()["ranks"][0]["pid"], signal.SIGKILL)
+            await whole(client, 2)
+            assert members(client) == ["r1", "r2"]
+            assert client.status()["epoch"] == 1
+            assert await text_of(client.generate(generation(PROMPTS[0], GREEDY))) == expected[0]
+
+    asyncio.run(main())
