@@ -1,4 +1,4 @@
-"""Scenes for tests of ranks that come and go: clients ask for texts all the time, and get the undisturbed ones."""
+"""Scenes for tests of ranks that come and go: a group of real ranks under load, whose texts are compared."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from ranks import is_alive, running, until
 from nobiru import LLM, SamplingParams
 from nobiru.engine.client import ZmqClient
 
-LIMIT_S = 120.0  # for starts of ranks on loaded machines
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
+LIMIT_S = 120.0  # for starts of ranks on busy machines
+SPREAD = {**CACHE, "enable_expert_parallel": True, "data_parallel_size": 2}
+RANK_TIMEOUT_S = 30.0  # on a busy machine heartbeats come late, and nobody is silent in these scenes
+
+Scene = Callable[[ZmqClient], Awaitable[None]]
 
 
-def undisturbed(model: Path) -> list[list[int]]:
-    """The greedy texts of `PROMPTS`, from one process."""
+def undisturbed_texts(model: Path) -> list[list[int]]:
+    """What one rank that holds the whole model writes for each of `PROMPTS`."""
     llm = LLM(str(model), dtype="float32", num_threads=1, **CACHE)
     return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
@@ -46,6 +50,7 @@ async def under_load(client: ZmqClient, expected: list[list[int]]) -> AsyncItera
 
 
 async def ended(client: ZmqClient, operation_id: str) -> dict[str, Any]:
+    """The document of an operation, once it has come to an end."""
     await until(lambda: client.operations.document(operation_id)["phase"] in ("done", "rolled_back", "failed"), LIMIT_S)
     return client.operations.document(operation_id)
 
@@ -63,14 +68,13 @@ async def whole(client: ZmqClient, size: int) -> None:
     await until(lambda: not client.operations.is_busy and len(members(client)) == size, LIMIT_S)
 
 
-Scene = Callable[[ZmqClient], Awaitable[None]]
-
-
-def play(model: Path, expected: list[list[int]], scene: Scene, **options: Any) -> None:
+def play(
+    model: Path, expected: list[list[int]], scene: Scene, *, faults: str = "step_delay_ms=5", **options: Any
+) -> None:
     """A scene under load; afterwards no request is left and no process."""
 
     async def main() -> None:
-        async with running(model, faults="step_delay_ms=5", **{**CACHE, **options}) as client:
+        async with running(model, faults=faults, rank_timeout_s=RANK_TIMEOUT_S, **{**SPREAD, **options}) as client:
             await until(lambda: not client.operations.is_busy, LIMIT_S)
             async with under_load(client, expected):
                 await scene(client)

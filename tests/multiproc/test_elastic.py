@@ -6,35 +6,21 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
-import elastic_scenes
 import pytest
-from elastic_scenes import GREEDY, Scene, ended, members, whole
-from generation_requests import CACHE, PROMPTS, generation, text_of
+from elastic_scenes import GREEDY, SPREAD, ended, members, play, undisturbed_texts, whole
+from generation_requests import PROMPTS, generation, text_of
 from ranks import is_alive, running, until
 
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 
-SPREAD = {"enable_expert_parallel": True, "data_parallel_size": 2}
 MAX_PAUSE_S = 2.0  # far above what it is, for loaded machines
 
 
 @pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from small_models import make
-
-    return make("qwen3-moe", tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
 def expected(moe_model: Path) -> list[list[int]]:
-    return elastic_scenes.undisturbed(moe_model)
-
-
-def play(moe_model: Path, expected: list[list[int]], scene: Scene, **options: Any) -> None:
-    elastic_scenes.play(moe_model, expected, scene, **{**SPREAD, **options})
+    return undisturbed_texts(moe_model)
 
 
 def test_the_group_grows_and_shrinks_to_one_and_back(moe_model: Path, expected: list[list[int]]) -> None:
@@ -139,7 +125,7 @@ def test_a_rank_that_dies_before_the_first_epoch_is_replaced_with_its_experts(
     moe_model: Path, expected: list[list[int]]
 ) -> None:
     async def main() -> None:
-        async with running(moe_model, **CACHE, **SPREAD) as client:
+        async with running(moe_model, **SPREAD) as client:
             os.kill(client.status()["ranks"][0]["pid"], signal.SIGKILL)
             await whole(client, 2)
             assert members(client) == ["r1", "r2"]

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_scenes import ended, members, play, undisturbed, whole
+from elastic_scenes import LIMIT_S, ended, members, play, undisturbed_texts, whole
+from generation_requests import PROMPTS, texts_of
 from ranks import is_alive, until
 
+from nobiru.elastic.holds import Point
 from nobiru.engine.client import ZmqClient
-from nobiru.errors import ConflictError
 
 pytestmark = pytest.mark.timeout(400)
 
-PAIRS: dict[str, Any] = {"tensor_parallel_size": 2, "step_timeout_s": 20.0}
-SPREAD: dict[str, Any] = {**PAIRS, "enable_expert_parallel": True}
-
-
-@pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from small_models import make
-
-    return make("qwen3-moe", tmp_path_factory.mktemp("moe"))
+SPREAD: dict[str, Any] = {"tensor_parallel_size": 2, "data_parallel_size": 1}
+REPLICAS: dict[str, Any] = {**SPREAD, "enable_expert_parallel": False}
 
 
 @pytest.fixture(scope="module")
 def expected(moe_model: Path) -> list[list[int]]:
-    return undisturbed(moe_model)
+    return undisturbed_texts(moe_model)
 
 
 def workers_of(client: ZmqClient, rank_id: str) -> list[int]:
@@ -67,7 +60,7 @@ async def grow_and_shrink(client: ZmqClient) -> None:
 
 
 def test_replicas_grow_and_shrink(language_model: Path) -> None:
-    play(language_model, undisturbed(language_model), grow_and_shrink, **PAIRS)
+    play(language_model, undisturbed_texts(language_model), grow_and_shrink, **REPLICAS)
 
 
 def test_a_replica_is_replaced_and_one_with_a_dead_worker_healed(language_model: Path) -> None:
@@ -81,7 +74,7 @@ def test_a_replica_is_replaced_and_one_with_a_dead_worker_healed(language_model:
         assert members(client) == ["r2", "r3"]
         assert not any(map(is_alive, before))
 
-    play(language_model, undisturbed(language_model), scene, data_parallel_size=2, **PAIRS)
+    play(language_model, undisturbed_texts(language_model), scene, **{**REPLICAS, "data_parallel_size": 2})
 
 
 def test_experts_follow_ranks_that_come_and_go(moe_model: Path, expected: list[list[int]]) -> None:
@@ -96,23 +89,30 @@ def test_experts_follow_ranks_that_come_and_go(moe_model: Path, expected: list[l
     play(moe_model, expected, scene, **SPREAD)
 
 
+async def growth_stopped_at(client: ZmqClient, point: Point, num_reports: int) -> str:
+    client.ranks.holds.hold(point)
+    operation_id: str = client.operations.request(size=2)["operation_id"]
+    await until(lambda: client.ranks.holds.num_waiting(point) == num_reports, LIMIT_S)
+    return operation_id
+
+
 def test_a_cancelled_growth_leaves_no_trace(moe_model: Path, expected: list[list[int]]) -> None:
     async def scene(client: ZmqClient) -> None:
         before = client.status()
-        for seconds in (0.2, 6.0):  # while it loads, and while it prepares or later
-            document = client.operations.request(size=2)
-            await asyncio.sleep(seconds)
-            if client.operations.document(document["operation_id"])["phase"] == "done":
-                break  # it was quicker
-            try:
-                client.operations.cancel(document["operation_id"])
-            except ConflictError:  # it is committed
-                break
-            assert (await ended(client, document["operation_id"]))["phase"] == "rolled_back"
+        points: tuple[Point, ...] = ("prepare", "park")
+        for point, num_reports in zip(points, (2, 1), strict=True):  # of old and new members, and of old ones
+            operation_id = await growth_stopped_at(client, point, num_reports)
+            client.operations.cancel(operation_id)
+            client.ranks.holds.release()
+            assert (await ended(client, operation_id))["phase"] == "rolled_back"
+            await until(lambda: len(client.status()["ranks"]) == 1)
             after = client.status()
             assert after["epoch"] == before["epoch"]
             assert after["placement"]["slots"] == before["placement"]["slots"]
             assert after["ranks"][0]["worker_pids"] == before["ranks"][0]["worker_pids"]
+            await texts_of(client, PROMPTS[:2])
+        await scaled(client, size=2)
+        all_experts_once(client)
 
     play(moe_model, expected, scene, **SPREAD)
 
@@ -130,4 +130,4 @@ def test_a_dead_worker_is_a_dead_rank(moe_model: Path, expected: list[list[int]]
         all_experts_once(client)
         assert not any(map(is_alive, before))
 
-    play(moe_model, expected, scene, data_parallel_size=2, **SPREAD)
+    play(moe_model, expected, scene, **{**SPREAD, "data_parallel_size": 2})
