@@ -124,7 +124,7 @@ class Team:
             )
             self._processes.append(launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd]))
         self._watcher.start()
-        self._hear_all(Ready, MEET_TIMEOUT_S)
+        self._hear_all(Ready, LOAD_TIMEOUT_S)
         self.group.join(meet(meeting.port, self.group.shard, self._config.step_timeout_s))
 
     def wait_loaded(self) -> None:
