@@ -137,7 +137,7 @@ class Controller:
             self._store = StoreProcess(backend.endpoint, backend.host, options.environment)
         self._plans: dict[int, MembershipPlan] = {}
         self._planned_slots: dict[str, list[list[int]]] = {}
-        self._first_positions: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
         self._epoch_attempt = 0
         self._draining: tuple[str, ...] = ()
         self._waiting_for_store: list[membership.Prepare] = []
@@ -335,9 +335,9 @@ class Controller:
 
     def _begin_process(self, rank_id: str) -> tuple[RankProcess, Recorder]:
         # At the first start ranks together hold all experts if each has a position of its own.
-        taken = {self._first_positions.get(rank.rank_id) for rank in self.ranks}
-        position = next(number for number in itertools.count() if number not in taken)
-        self._first_positions[rank_id] = position
+        self._positions = {rank.rank_id: self._positions[rank.rank_id] for rank in self.ranks}
+        position = next(number for number in itertools.count() if number not in self._positions.values())
+        self._positions[rank_id] = position
         spec = RankSpec(
             rank_id=rank_id,
             place=Place(position=position, slots=self._planned_slots.pop(rank_id, None)),
