@@ -69,7 +69,8 @@ class ExpertWorker:
         self._step_timeout_s = step_timeout_s
         self._host = host  # the address at which other members reach this one
         self._standby: Epoch | None = None
-        self._preparing = 0  # the attempt, while its thread runs
+        self._preparing = 0  # the attempt, until its outcome is taken or it is forgotten
+        self._num_untaken = 0  # threads whose outcome was not taken
         self._filling = threading.Lock()
         self._prepared: queue.SimpleQueue[tuple[Formed, Epoch | None]] = queue.SimpleQueue()
         self.epoch: Epoch | None = None
@@ -78,18 +79,21 @@ class ExpertWorker:
 
     @property
     def is_preparing(self) -> bool:
-        return self._preparing != 0
+        """Whether there will be something to take, be it forgotten groups that have to be destroyed."""
+        return self._num_untaken > 0
 
     def prepare(self, form: Form) -> None:
         """Fill slots and build the groups of an attempt, with all workers of its members at once."""
         self.forget(form.attempt - 1)
         self._preparing = form.attempt
+        self._num_untaken += 1
         threading.Thread(target=self._prepare, args=(form,), name="prepare", daemon=True).start()
 
     def take_prepared(self) -> Formed | None:
         """How preparing has ended, once it has; attempts that were forgotten meanwhile are passed over."""
         while not self._prepared.empty():
             outcome, standby = self._prepared.get()
+            self._num_untaken -= 1
             if outcome.attempt == self._preparing:
                 self._preparing, self._standby = 0, standby
                 return outcome
