@@ -49,6 +49,7 @@ def load_causal_fallback(folder: ModelFolder, precision: Precision, device: torc
 class CausalFallback:
     """A decoder of `transformers` whose attention is that of `interface`. `head` is None for embedding models."""
 
+    is_native = False
     is_reentrant = False
     moe = None
 
