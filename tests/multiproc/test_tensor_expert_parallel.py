@@ -107,9 +107,9 @@ def test_a_death_costs_no_token_and_the_group_forms_anew(
             await asyncio.sleep(0.4)
             os.kill(before[victim], signal.SIGKILL)
             assert await asyncio.wait_for(work, LIMIT_S) == expected
+            await until(lambda: steps.num_restarts == 1)
             await whole(client, 2)
             assert client.status()["epoch"] == 3, "the survivor alone, then with the new rank"
-            assert steps.num_restarts == 1
             after = all_pids(client)
             assert len(after) == 4
             assert set(after) & set(before) == set(stays)
