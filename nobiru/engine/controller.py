@@ -130,6 +130,7 @@ class Controller:
             later=self._later,
             states=lambda: {rank.rank_id: self.state_of(rank) for rank in self.ranks},
             on_done=self._vacate,
+            num_places=lambda: backend.num_places,
         )
         self.holds = Holds(self._later, delays_from(parse_faults(options.environment.get(env.FAULT_INJECTION, ""))))
         self._store: StoreProcess | None = None
@@ -180,6 +181,7 @@ class Controller:
         status: dict[str, Any] = {
             "epoch": self.machine.epoch,
             "desired_size": self.machine.desired_size,
+            "max_data_parallel_size": self.operations.max_size,
             "operation": None if running is None else self.operations.document(running.operation_id),
         }
         if self.balance is not None and self.balance.placement is not None:
@@ -254,6 +256,7 @@ class Controller:
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
             self.balance.epoch_ends()
+        self.machine.num_places = self._backend.num_places
         actions = self.machine.rank_lost(rank.rank_id)
         self._client.rank_lost(rank, executing)
         operation = self.machine.operation
