@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,7 @@ from nobiru.engine.messages import (
     StartFailed,
     StepDone,
     Stop,
+    StoreFailed,
     StoreReady,
     Suspended,
     Switched,
@@ -50,6 +52,7 @@ from nobiru.engine.operations import Operations
 from nobiru.engine.rank_spec import STORE_IDENTITY
 from nobiru.engine.supervisor import Rank
 from nobiru.errors import UnavailableError
+from nobiru.folder.state import read_state
 from nobiru.generation import GenerationRequest
 from nobiru.request import PoolingRequest, Vectors
 
@@ -100,6 +103,7 @@ class ZmqClient:
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
             log_level=log_level,
+            files=read_state(Path(config.model)),
         )
         self.ranks = Controller(config, self, self._backend, options, observer)
         self._serving: dict[str, Rank] = {}
@@ -301,8 +305,10 @@ class ZmqClient:
                 self._handle(rank, messages.decode_from_rank(payload))
             elif identity == STORE_IDENTITY:
                 message = messages.decode_from_rank(payload)
-                assert isinstance(message, StoreReady)
-                self.ranks.store_is_ready(message)
+                if isinstance(message, StoreReady):
+                    self.ranks.store_is_ready(message)
+                elif isinstance(message, StoreFailed):
+                    self.ranks.store_failed(message)
 
     def _handle(self, rank: Rank, message: messages.FromRank) -> None:
         match message:

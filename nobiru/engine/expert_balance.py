@@ -59,6 +59,7 @@ class ExpertBalance:
         self._held: dict[str, Slots] = {}
         self._num_experts = 0
         self.expert_bytes = 0
+        self.stored_expert_bytes = 0
         self._num_rebalances = 0
         self.num_bytes_moved = 0
 
@@ -81,9 +82,15 @@ class ExpertBalance:
         """A rank has loaded, with these experts."""
         self._held[rank_id] = np.frombuffer(inventory.slots, "<i4").reshape(inventory.shape).astype(np.int64)
         self._num_experts, self.expert_bytes = inventory.num_experts, inventory.expert_bytes
+        self.stored_expert_bytes = inventory.stored_expert_bytes
 
     def rank_is_gone(self, rank_id: str) -> None:
         self._held.pop(rank_id, None)
+
+    @property
+    def num_held(self) -> dict[str, int]:
+        """Experts of all layers together on each rank."""
+        return {rank_id: int((slots != EMPTY).sum()) for rank_id, slots in self._held.items()}
 
     def plan(self, members: Sequence[str]) -> MembershipPlan:
         """What these members would hold. Those that have not loaded yet hold nothing; of the first ones all count."""
@@ -116,12 +123,6 @@ class ExpertBalance:
             [(fill.layer, fill.expert, fill.slot) for fill in plan.fills.get(worker, ())]
             for worker in self._workers_of(rank_id)
         ]
-
-    def bytes_held(self, plan: MembershipPlan) -> list[int]:
-        """Of experts, by each member."""
-        by_worker = (plan.placement.slots != EMPTY).sum((0, 2))
-        held: list[int] = (by_worker.reshape(-1, self._num_workers).sum(1) * self.expert_bytes).tolist()
-        return held
 
     def commit(self, plan: MembershipPlan, members: Sequence[str]) -> None:
         """The epoch of `members` begins with this placement, one version on."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from nobiru.config import EngineConfig
+from nobiru.folder.state import FileState
 
 STORE_IDENTITY = b"store"
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One JSON line on the store's standard input: where to say that it is ready, and the address it is reached at."""
+    """One JSON line on the store's standard input: where to say that it is ready, and the address it is reached at.
+
+    `is_restart` says that there was one before, which has died.
+    """
 
     endpoint: str
     host: str = "127.0.0.1"
+    is_restart: bool = False
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +33,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One JSON line. `recorder_fd` is an inherited descriptor; on another machine, `heart` is an address instead.
 
-    A worker of the rank that gives no sign of life for `worker_timeout_s` is dead, and the rank with it.
+    A worker of the rank that gives no sign of life for `worker_timeout_s` is dead, and the rank with it. `files` are
+    those of the model folder as they were when the server started.
     """
 
     rank_id: str
@@ -39,6 +45,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     worker_timeout_s: float = 10.0
     log_level: str = "info"
+    files: tuple[FileState, ...] = ()
 
 
 def control_identity(rank_id: str) -> str:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from nobiru.config import EngineConfig
+from nobiru.elastic.forecast import count_experts
 from nobiru.engine.expert_balance import ExpertBalance
 from nobiru.engine.messages import ExpertLoads, Inventory, Switched
 from nobiru.parallel.placement import EMPTY, initial_placement, slot_capacity_for
 
-NUM_EXPERTS, NUM_LAYERS, EXPERT_BYTES = 8, 2, 10
+NUM_EXPERTS, NUM_LAYERS = 8, 2
 
 
 class Ignored:
@@ -32,7 +33,8 @@ class Ignored:
 def inventory(slots_LWS: np.ndarray) -> Inventory:
     return Inventory(
         num_experts=NUM_EXPERTS,
-        expert_bytes=EXPERT_BYTES,
+        expert_bytes=10,
+        stored_expert_bytes=10,
         shape=slots_LWS.shape,  # type: ignore[arg-type]
         slots=slots_LWS.astype("<i4").tobytes(),
     )
@@ -83,7 +85,9 @@ class Group:
                 for layer, expert, slot in orders:
                     assert self.held[rank_id][layer, worker, slot] == EMPTY, "nobody uses it"
                     self.held[rank_id][layer, worker, slot] = expert
-        assert sum(balance.bytes_held(plan)) == NUM_LAYERS * NUM_EXPERTS * EXPERT_BYTES
+        counts = count_experts(balance.num_held, plan, members)
+        assert sum(counts.after.values()) == NUM_LAYERS * NUM_EXPERTS
+        assert sum(counts.read.values()) == plan.num_fills
         balance.commit(plan, members)
         self.held = {rank_id: self.held[rank_id] for rank_id in members}
         slots = balance.status()["slots"]
