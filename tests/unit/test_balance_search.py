@@ -45,6 +45,7 @@ def balance_of(placement: Placement, num_redundant: int = 0) -> ExpertBalance:
         inventory = Inventory(
             num_experts=placement.num_experts,
             expert_bytes=1,
+            stored_expert_bytes=1,
             shape=(slots.shape[0], 1, slots.shape[1]),
             slots=slots.astype("<i4").tobytes(),
         )
