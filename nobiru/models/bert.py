@@ -9,7 +9,7 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, read_stack
-from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
+from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_layers, read_norm
 from nobiru.models.weights import ModelWeights, Precision
 
 _NAMES = LayerNames(
@@ -51,6 +51,7 @@ def _load(folder: ModelFolder, precision: Precision, device: torch.device, paddi
     )
     types = weights.take("embeddings.token_type_embeddings.weight", fields.size("type_vocab_size", 2), hidden)
     positions_PC += types[0]  # every token of a single text has type 0
+    prefixes = [f"encoder.layer.{layer}." for layer in range(config.num_layers)]
     encoder = StackEncoder(
         Embeddings(
             words_VC=words_VC,
@@ -59,8 +60,7 @@ def _load(folder: ModelFolder, precision: Precision, device: torch.device, paddi
             first_position=0 if padding_id is None else padding_id + 1,
             padding_id=padding_id,
         ),
-        [read_block(weights, f"encoder.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)],
-        config,
+        read_layers(weights, prefixes, _NAMES, config, precision, device),
     )
     weights.finish()
     return encoder

@@ -6,7 +6,7 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, StackConfig
-from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
+from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_layers, read_norm
 from nobiru.models.weights import ModelWeights, Precision
 
 _NAMES = LayerNames(
@@ -41,9 +41,10 @@ def load_distilbert(folder: ModelFolder, precision: Precision, device: torch.dev
         ),
         norm=read_norm(weights, "embeddings.LayerNorm", config),
     )
-    blocks = [read_block(weights, f"transformer.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)]
+    prefixes = [f"transformer.layer.{layer}." for layer in range(config.num_layers)]
+    layers = read_layers(weights, prefixes, _NAMES, config, precision, device)
     weights.finish()
-    return StackEncoder(embeddings, blocks, config)
+    return StackEncoder(embeddings, layers)
 
 
 def _read_config(fields: ConfigFields) -> StackConfig:

@@ -58,6 +58,8 @@ class GroupedFallback:
     """
 
     is_reentrant = False
+    has_own_threads = False
+    arithmetic = "torch"
 
     def __init__(self, model: Any, *, padding_id: int, pads: bool, reason: str) -> None:
         self._model = model
@@ -85,6 +87,8 @@ class PackedFallback:
     """One row [1, T] with explicit positions from `first_position`; attention is that of `interface`."""
 
     is_reentrant = False
+    has_own_threads = False
+    arithmetic = "torch"
 
     def __init__(self, model: Any, interface: _AttentionInterface, *, first_position: int) -> None:
         self._model = model

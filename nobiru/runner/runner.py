@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from nobiru.config import Quantization
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.pooling import Pooler
 from nobiru.models.registry import Encoder, load_encoder
@@ -41,20 +43,26 @@ class PoolingRunner:
         self._max_model_len = max_model_len
         self._pooler = Pooler(folder.pooling)
         self._finisher = Finisher(folder, device)
-        num_threads = torch.get_num_threads()
-        shared = device.type == "cpu" and encoder.is_reentrant and num_threads > 1
-        self._threads = ShareThreads(num_threads) if shared else None
+        self._threads = _threads_around(encoder, device)
         self._of_thread = threading.local()
 
     @classmethod
-    def load(cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int) -> PoolingRunner:
+    def load(
+        cls,
+        folder: ModelFolder,
+        *,
+        dtype: str,
+        device: str,
+        max_model_len: int,
+        quantization: Quantization | None = None,
+    ) -> PoolingRunner:
         """Read the weights. `dtype` and `device` may be "auto"; `max_model_len` is the longest sequence in tokens.
 
         `ConfigError` for a device that is not there, `ModelFolderError` for a folder that cannot be honoured.
         """
         facts = gather_facts()
         kind = resolve_device(device, facts)
-        precision = resolve_precision(dtype, kind, facts)
+        precision = replace(resolve_precision(dtype, kind, facts), quantization=quantization)
         place = torch.device(kind)
         with torch.inference_mode():
             encoder = load_encoder(folder, precision, place)
@@ -72,6 +80,8 @@ class PoolingRunner:
         shares = plan_shares(lengths, num_shares, self._folder.hidden_size)
         if self._threads is None:
             return self._run_share(sequences)
+        if self._encoder.has_own_threads:
+            return self._threads.map(self._run_share, [sequences])[0]
         if shares is None:
             few = sum(lengths) <= _MAX_TOKENS_ON_ONE_CORE
             return self._threads.map(self._run_share, [sequences])[0] if few else self._run_share(sequences)
@@ -121,6 +131,7 @@ class PoolingRunner:
             "device": torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
             "architecture": self._folder.model_type,
             "attention": self._encoder.attention,
+            "arithmetic": self._encoder.arithmetic,
         }
 
     def warm_up(self) -> None:
@@ -128,3 +139,14 @@ class PoolingRunner:
         for lengths in _WARM_UP_LENGTHS:
             tokens = [np.zeros(min(length, self._max_model_len), dtype=np.int32) for length in lengths]
             self.run([SequenceInput(token_ids=token_ids) for token_ids in tokens])
+
+
+def _threads_around(encoder: Encoder, device: torch.device) -> ShareThreads | None:
+    """One thread for each share of a batch; or one in all, where the encoder takes the cores by itself and torch should
+    leave them alone."""
+    num_threads = torch.get_num_threads()
+    if device.type != "cpu" or num_threads == 1:
+        return None
+    if encoder.has_own_threads:
+        return ShareThreads(1)
+    return ShareThreads(num_threads) if encoder.is_reentrant else None

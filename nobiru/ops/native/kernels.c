@@ -617,3 +617,5 @@ ROWS(f32, load_f32, store_f32)
 ROWS(bf16, load_bf16, store_bf16)
 
 #include "experts.h"
+#include "encoder_attention.h"
+#include "encoder_layers.h"

@@ -39,7 +39,9 @@ from nobiru import env, machine
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = tuple(_SOURCE.with_name(name) for name in ("parallel.h", "experts.h"))
+_HEADERS = tuple(
+    _SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "encoder_attention.h", "encoder_layers.h")
+)
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
@@ -97,7 +99,7 @@ class Kernels:
     """The loaded library. Tensors are on the CPU; rows are contiguous, one row may begin anywhere."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self._library = self.library = library
         library.panel_width.restype = ctypes.c_int32
         library.multiplies_bf16_pairs.restype = ctypes.c_int32
         self._width = int(library.panel_width())
