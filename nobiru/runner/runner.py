@@ -148,5 +148,7 @@ def _threads_around(encoder: Encoder, device: torch.device) -> ShareThreads | No
     if device.type != "cpu" or num_threads == 1:
         return None
     if encoder.has_own_threads:
-        return ShareThreads(1)
+        around = ShareThreads(1)
+        torch.set_num_threads(num_threads)
+        return around
     return ShareThreads(num_threads) if encoder.is_reentrant else None

@@ -67,12 +67,11 @@ class ShareThreads:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        common = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(num_threads, "share", initializer=_use_one_core)
         # The setting is each thread's own, but it is also what threads started later begin with: start all, reset it.
         barrier = threading.Barrier(num_threads)
         wait([self._pool.submit(barrier.wait) for _ in range(num_threads)])
-        torch.set_num_threads(common)
+        torch.set_num_threads(num_threads)
 
     def map(self, function: Callable[[Input], Result], shares: Sequence[Input]) -> list[Result]:
         """`function` of each share, all at once; raises the first error after all have ended."""
