@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Phase = Literal["planning", "preparing", "draining", "committing", "settling", "done", "rolled_back", "failed"]
-Origin = Literal["user", "heal", "failure", "start"]
+Origin = Literal["user", "autoscaler", "heal", "failure", "start"]
+# Those that somebody chose a size with, and those that can be undone.
+CHOSEN: tuple[Origin, ...] = ("user", "autoscaler")
+PLANNED: tuple[Origin, ...] = (*CHOSEN, "heal")
 ENDED: tuple[Phase, ...] = ("done", "rolled_back", "failed")
 BEFORE_COMMIT: tuple[Phase, ...] = ("planning", "preparing", "draining", "committing")
 
@@ -205,7 +208,7 @@ class Membership:
             raise ValueError(f"cannot change to {size} members without {', '.join(remove)}")
         stay = [rank for rank in self.members if rank not in remove]
         leaving = (*remove, *stay[size:])
-        if origin == "user":
+        if origin in CHOSEN:
             self.desired_size = size
         operation = Operation(
             number=len(self.operations),
@@ -220,7 +223,7 @@ class Membership:
     def cancel(self, error: str | None = None) -> list[Action]:
         """Undo the running operation, if it is a planned one that is not committed yet; else nothing."""
         operation = self.operation
-        if operation is None or operation.origin not in ("user", "heal") or operation.phase not in BEFORE_COMMIT:
+        if operation is None or operation.origin not in PLANNED or operation.phase not in BEFORE_COMMIT:
             return []
         return self._roll_back(operation, error)
 
@@ -370,7 +373,7 @@ class Membership:
         """Nobody has died, but the attempt does not come to an end."""
         operation, attempt = self.operation, self.attempt
         assert operation is not None and attempt is not None
-        if operation.origin in ("user", "heal"):
+        if operation.origin in PLANNED:
             return self._roll_back(operation, error)
         self.attempt = None
         return [Forget(attempt.number, attempt.members), SetTimer("reform", operation.number, REFORM_S)]
@@ -385,7 +388,7 @@ class Membership:
         if operation.drain_timeout_s is not None and operation.leaving:
             actions.append(Undrain(tuple(rank for rank in operation.leaving if rank in self.members)))
         actions += self._stop_all(operation.newcomers)
-        if operation.origin == "user":
+        if operation.origin in CHOSEN:
             self.desired_size = max(1, len(self.members))
         return actions
 
@@ -402,7 +405,7 @@ class Membership:
         if self.lives:
             actions.append(Abandon(self.epoch, self.members))
         self.lives = False
-        if operation is not None and operation.origin in ("user", "heal", "start") and operation.phase != "settling":
+        if operation is not None and operation.origin in (*PLANNED, "start") and operation.phase != "settling":
             if operation.origin == "start":
                 return actions  # its newcomers are members only once it is committed
             actions += self._undo(operation, error or "a member died")

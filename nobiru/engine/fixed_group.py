@@ -132,6 +132,7 @@ class NoOperations:
     """Refuses all changes."""
 
     is_busy = False
+    is_settled = False
 
     def request(self, **asked: Any) -> dict[str, Any]:
         """Refused: `InvalidRequestError`."""

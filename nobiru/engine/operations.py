@@ -14,7 +14,7 @@ from typing import Any
 
 from nobiru.config import EngineConfig
 from nobiru.elastic import membership
-from nobiru.elastic.membership import Action, Membership
+from nobiru.elastic.membership import Action, Membership, Origin
 from nobiru.elastic.records import OperationRecord
 from nobiru.engine.expert_balance import ExpertBalance
 from nobiru.engine.supervisor import backoff_s
@@ -63,7 +63,7 @@ class Operations:
     @property
     def max_size(self) -> int:
         """The most ranks that may be asked for."""
-        return self._config.max_data_parallel_size or max(8, self._config.data_parallel_size)
+        return self._config.max_size
 
     def request(
         self,
@@ -76,8 +76,12 @@ class Operations:
         deadline_s: float = 600.0,
         dry_run: bool = False,
         idempotency_key: str | None = None,
+        origin: Origin = "user",
     ) -> dict[str, Any]:
-        """Begin an operation; its document. Raises `InvalidRequestError` or `ConflictError`."""
+        """Begin an operation; its document. Raises `InvalidRequestError` or `ConflictError`.
+
+        A user's takes the place of the autoscaler's, if that is not committed yet.
+        """
         for record in self._records:
             if idempotency_key is not None and record.idempotency_key == idempotency_key:
                 return self._document(record)
@@ -86,11 +90,13 @@ class Operations:
         if dry_run:
             return self._forecast(size, gone)
         machine = self._machine
+        if origin == "user" and (running := machine.operation) is not None and running.origin == "autoscaler":
+            self._perform(machine.cancel("a user asked for another change"))
         if self.is_busy:
             number = "" if self.running is None else f" ({self.running.operation_id})"
             raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
         actions = machine.request(
-            size=size, remove=gone, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
+            size=size, remove=gone, origin=origin, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
         )
         target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
         record = self._note_new(target, idempotency_key)
@@ -102,6 +108,13 @@ class Operations:
     def is_busy(self) -> bool:
         """Whether the membership is changing."""
         return self._machine.operation is not None or not self._machine.lives
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the membership stays as it is until somebody asks, or dies: nothing is to be healed either."""
+        machine = self._machine
+        can_heal = self._config.self_heal and self._num_heal_failures < MAX_HEAL_FAILURES
+        return not self.is_busy and (len(machine.members) >= machine.desired_size or not can_heal)
 
     def cancel(self, operation_id: str) -> dict[str, Any]:
         """Undo an operation before its commit; `ConflictError` when it is too late."""
@@ -181,7 +194,7 @@ class Operations:
             record.to_epoch = self._machine.epoch
             waited_s = 0.0 if record.first_parked_s is None else time.monotonic() - record.first_parked_s
             record.pause_s = round(waited_s, 6)
-            if operation.origin in ("user", "heal"):
+            if operation.origin in membership.PLANNED:
                 self._num_heal_failures = 0
             self._on_done()
         logger.info(

@@ -27,7 +27,8 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
     metrics = Metrics()
     if engine.num_threads is None and engine.data_parallel_backend == "local":
         cores = machine.default_num_threads()
-        num_processes = engine.data_parallel_size * engine.tensor_parallel_size
+        num_ranks = engine.data_parallel_size if server.autoscaling is None else server.autoscaling.max_size
+        num_processes = num_ranks * engine.tensor_parallel_size
         engine = msgspec.structs.replace(engine, num_threads=max(1, cores // num_processes))
     client = ZmqClient(
         engine,
@@ -43,13 +44,14 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
         server,
         folder=folder,
         client=client,
-        load_pool=lambda: TokenizerPool(_frontend(folder, server)),
+        load_pool=lambda: TokenizerPool(make_frontend(folder, server)),
         metrics=metrics,
         scheduling_policy=engine.scheduling_policy,
     )
 
 
-def _frontend(folder: ModelFolder, server: ServerConfig) -> Frontend | GenerationFrontend:
+def make_frontend(folder: ModelFolder, server: ServerConfig) -> Frontend | GenerationFrontend:
+    """What prepares requests for a model of this kind."""
     if folder.task == "generate":
         return GenerationFrontend(folder)
     return Frontend(folder, auto_truncate=server.auto_truncate)
