@@ -23,6 +23,7 @@ from nobiru.layers.activation import ACTIVATIONS, Activation
 from nobiru.layers.block import BlockWeights, Norm, PostNormBlock
 from nobiru.layers.linear import Linear, make_linear
 from nobiru.ops.layout import PackedLayout
+from nobiru.ops.native import threads
 from nobiru.ops.native.encoder import (
     Arithmetic,
     ArrangedLayer,
@@ -111,7 +112,6 @@ class NativeLayers:
         self._shape = shape
         self._layers: list[ArrangedLayer] = []
         self._bias_HMM: Tensor | None = None
-        self._num_threads = torch.get_num_threads()
         self.arithmetic = "vectors" if shape.arithmetic == Arithmetic.FLOATS else shape.arithmetic.name.lower()
 
     def append(self, weights: BlockWeights) -> None:
@@ -137,7 +137,7 @@ class NativeLayers:
             hidden_TC,
             layout.bounds,
             bias_HMM=self._bias_HMM,
-            num_threads=self._num_threads,
+            num_threads=threads.num_threads(),
         )
 
 

@@ -18,6 +18,7 @@ from nobiru.folder.spec import ModelFolder
 from nobiru.layers.pooling import Pooler
 from nobiru.models.registry import Encoder, load_encoder
 from nobiru.models.weights import Precision
+from nobiru.ops.native import threads
 from nobiru.ops.scratch import Scratch
 from nobiru.request import SequenceInput, Vectors
 from nobiru.runner.batch import pack
@@ -43,7 +44,9 @@ class PoolingRunner:
         self._max_model_len = max_model_len
         self._pooler = Pooler(folder.pooling)
         self._finisher = Finisher(folder, device)
-        self._threads = _threads_around(encoder, device)
+        self._num_threads = torch.get_num_threads()
+        shared = device.type == "cpu" and encoder.is_reentrant and self._num_threads > 1
+        self._threads = ShareThreads(self._num_threads) if shared else None
         self._of_thread = threading.local()
 
     @classmethod
@@ -75,13 +78,13 @@ class PoolingRunner:
         """
         if not sequences:
             return []
-        lengths = [sequence.token_ids.size for sequence in sequences]
-        num_shares = self._threads.num_threads if self._threads else 1
-        shares = plan_shares(lengths, num_shares, self._folder.hidden_size)
+        if self._encoder.has_own_threads:
+            with threads.kernels_only(self._num_threads):
+                return self._run_share(sequences)
         if self._threads is None:
             return self._run_share(sequences)
-        if self._encoder.has_own_threads:
-            return self._threads.map(self._run_share, [sequences])[0]
+        lengths = [sequence.token_ids.size for sequence in sequences]
+        shares = plan_shares(lengths, self._threads.num_threads, self._folder.hidden_size)
         if shares is None:
             few = sum(lengths) <= _MAX_TOKENS_ON_ONE_CORE
             return self._threads.map(self._run_share, [sequences])[0] if few else self._run_share(sequences)
@@ -139,16 +142,3 @@ class PoolingRunner:
         for lengths in _WARM_UP_LENGTHS:
             tokens = [np.zeros(min(length, self._max_model_len), dtype=np.int32) for length in lengths]
             self.run([SequenceInput(token_ids=token_ids) for token_ids in tokens])
-
-
-def _threads_around(encoder: Encoder, device: torch.device) -> ShareThreads | None:
-    """One thread for each share of a batch; or one in all, where the encoder takes the cores by itself and torch should
-    leave them alone."""
-    num_threads = torch.get_num_threads()
-    if device.type != "cpu" or num_threads == 1:
-        return None
-    if encoder.has_own_threads:
-        around = ShareThreads(1)
-        torch.set_num_threads(num_threads)
-        return around
-    return ShareThreads(num_threads) if encoder.is_reentrant else None

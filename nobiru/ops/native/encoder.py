@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru import machine
+from nobiru.ops.native import threads
 from nobiru.ops.native.library import Kernels, load_kernels
 from nobiru.ops.quantize import quantize_rows
 
@@ -193,12 +194,11 @@ class EncoderKernels:
         self._kernels = kernels
         library = kernels.library
         library.encoder_instructions.restype = ctypes.c_int32
-        library.ask_for_tiles.restype = ctypes.c_int32
         for function in (library.encode, library.attend_packed):
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         made_for = int(library.encoder_instructions())
         found = {"avx512_bf16"} if made_for & 1 else set()
-        if made_for & 2 and "amx_tile" in flags and library.ask_for_tiles():
+        if made_for & 2 and "amx_tile" in flags and kernels.has_tiles:
             found |= {"amx_bf16", "amx_int8"}
         if made_for & 4:
             found.add("avx512_vnni")
@@ -245,7 +245,7 @@ class EncoderKernels:
             scale,
             q_THD.dtype == torch.bfloat16,
             "amx_bf16" in self.instructions,
-            num_threads or torch.get_num_threads(),
+            num_threads or threads.num_threads(),
         )
         self._kernels.library.attend_packed(ctypes.addressof(arguments))
         if arguments.failed:

@@ -9,9 +9,6 @@
  * a not-a-number.
  */
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 /* The thread's memory, on a cache line; it grows, and what it held is lost when it does. `which` tells several apart. */
 static void *space(int which, long bytes) {
     static _Thread_local void *memory[2];
@@ -428,13 +425,4 @@ int32_t encoder_instructions(void) {
     found |= 4;
 #endif
     return found;
-}
-
-/* Whether the system lets this process use tiles; asks for it. */
-int32_t ask_for_tiles(void) {
-#if defined(HAS_TILES) && defined(SYS_arch_prctl)
-    return !syscall(SYS_arch_prctl, 0x1023, 18); /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
-#else
-    return 0;
-#endif
 }
