@@ -28,8 +28,6 @@ from nobiru.ops.quantize import quantize_rows
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 _GRAIN = 32  # sizes of matrices have to be multiples of this
 _TILE_BYTES = 64
-# Rows that the product of the last sequence's rows may read beyond them.
-_ROWS_BEHIND = 31
 # A run of about so many tokens keeps a small model's hidden states in a core's cache, and reads weights seldom enough.
 _RUN_TOKENS = 256
 # One run may have this many times the mean work; sequences that cannot be cut as evenly go stage by stage.
@@ -287,8 +285,7 @@ class EncoderKernels:
         num_tokens, width = hidden_TC.shape
         assert width == shape.width and hidden_TC.dtype == shape.dtype
         assert bias_HMM is None or (bias_HMM.is_contiguous() and bias_HMM.dtype == torch.float32)
-        states = torch.empty(num_tokens + _ROWS_BEHIND, width, dtype=shape.dtype)
-        states[:num_tokens] = hidden_TC
+        states = hidden_TC.clone(memory_format=torch.contiguous_format)
         runs = plan_runs(np.diff(starts), num_threads, width)
         structs = (_Layer * len(layers))(*(layer.as_struct() for layer in layers))
         arguments = _Encoder(
@@ -313,7 +310,7 @@ class EncoderKernels:
         self._kernels.library.encode(ctypes.addressof(arguments))
         if arguments.failed:
             raise MemoryError(f"no memory for {num_tokens} tokens")
-        return states[:num_tokens]
+        return states
 
 
 def _address(tensor: Tensor | None) -> int | None:

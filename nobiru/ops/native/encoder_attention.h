@@ -28,14 +28,15 @@ INLINE long up_to(long value, long multiple) { return (value + multiple - 1) / m
 
 /* ---- products of pairs ----------------------------------------------------------------------------------------------
  *
- * c [16 or 32 rows, 16 or 32 columns] = a @ b. a has `a_stride` bytes from row to row. b is tiles of 16 rows of 16 pairs,
- * `b_row` bytes from row to row and `b_step` from tile to tile; `left` and `right` are its two columns of tiles.
+ * c [16 or 32 rows, 16 or 32 columns] = a @ b. a has `a_stride` bytes from row to row, and `a_step` from 64 bytes of a
+ * row to the next 64. b is tiles of 16 rows of 16 pairs, `b_row` bytes from row to row and `b_step` from tile to tile;
+ * `left` and `right` are its two columns of tiles.
  */
 
 #ifdef __AVX512BF16__
 struct factors {
     const void *a, *left, *right; /* right 0: 16 columns */
-    long a_stride, b_row, b_step, steps, c_stride;
+    long a_stride, a_step, b_row, b_step, steps, c_stride;
     int rows;                     /* up to 32 */
     void *c;
 };
@@ -49,7 +50,7 @@ INLINE void pairs_by_vectors(const struct factors *f, const int rows, const int 
         if (columns == 2) right = (__m512bh)_mm512_loadu_si512((const char *)f->right + at);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t pair;
-            memcpy(&pair, a + r * f->a_stride + 4 * k, 4);
+            memcpy(&pair, a + r * f->a_stride + k / 16 * f->a_step + k % 16 * 4, 4);
             __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
             sums[r][0] = _mm512_dpbf16_ps(sums[r][0], value, left);
             if (columns == 2) sums[r][1] = _mm512_dpbf16_ps(sums[r][1], value, right);
@@ -103,25 +104,25 @@ static void begin_tiles(void) {
         if (two_rows && right) {                                                                                       \
             for (long k = 0; k < f->steps; k++, left += f->b_step, right += f->b_step) {                               \
                 _tile_loadd(6, left, f->b_row);                                                                        \
-                _tile_loadd(4, upper + 64 * k, f->a_stride);                                                           \
+                _tile_loadd(4, upper + k * f->a_step, f->a_stride);                                                           \
                 DOT(0, 4, 6);                                                                                          \
                 _tile_loadd(7, right, f->b_row);                                                                       \
                 DOT(1, 4, 7);                                                                                          \
-                _tile_loadd(5, lower + 64 * k, f->a_stride);                                                           \
+                _tile_loadd(5, lower + k * f->a_step, f->a_stride);                                                           \
                 DOT(2, 5, 6);                                                                                          \
                 DOT(3, 5, 7);                                                                                          \
             }                                                                                                          \
         } else {                                                                                                       \
             for (long k = 0; k < f->steps; k++) {                                                                      \
                 _tile_loadd(6, left + k * f->b_step, f->b_row);                                                        \
-                _tile_loadd(4, upper + 64 * k, f->a_stride);                                                           \
+                _tile_loadd(4, upper + k * f->a_step, f->a_stride);                                                           \
                 DOT(0, 4, 6);                                                                                          \
                 if (right) {                                                                                           \
                     _tile_loadd(7, right + k * f->b_step, f->b_row);                                                   \
                     DOT(1, 4, 7);                                                                                      \
                 }                                                                                                      \
                 if (two_rows) {                                                                                        \
-                    _tile_loadd(5, lower + 64 * k, f->a_stride);                                                       \
+                    _tile_loadd(5, lower + k * f->a_step, f->a_stride);                                                       \
                     DOT(2, 5, 6);                                                                                      \
                 }                                                                                                      \
             }                                                                                                          \
@@ -349,7 +350,7 @@ static void multiply_columns(int uses_tiles, const void *a, long a_stride, int r
                              long columns, float *c, long c_stride) {
     for (long i = 0; i < columns; i += 2) {
         const char *left = b + i * steps * 1024;
-        struct factors f = {a, left, i + 1 < columns ? left + steps * 1024 : 0, a_stride, 64, 1024, steps, 4 * c_stride,
+        struct factors f = {a, left, i + 1 < columns ? left + steps * 1024 : 0, a_stride, 64, 64, 1024, steps, 4 * c_stride,
                             rows, c + 16 * i};
         multiply_by(uses_tiles, &f);
     }

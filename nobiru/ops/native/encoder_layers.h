@@ -31,7 +31,7 @@ struct layer {
 
 struct encoder {
     const struct layer *layers;
-    void *hidden;              /* [tokens + 31, width]: inputs, and outputs; float32 or bfloat16 */
+    void *hidden;              /* [tokens, width]: inputs, and outputs; float32 or bfloat16 */
     const int64_t *starts;     /* [sequences + 1] */
     const int64_t *runs;       /* [num_runs + 1]: first sequences, and the end */
     const float *bias;         /* as in struct heads */
@@ -120,14 +120,17 @@ INLINE void tile_bytes(const int rows, const int8_t *w, const uint8_t *x, long s
 }
 #endif
 
-/* What a product takes: rows of float32, bfloat16 or bytes, `stride` bytes apart. */
+/* What a product takes: rows of float32, bfloat16 or bytes, `stride` bytes each. For tiles they lie in blocks of 32 rows, of
+ * which the first 64 bytes come first, then the second: a tile is 1 KiB in one piece then, whatever the rows' length.
+ */
 struct inputs {
     const char *rows;
     long stride;
     const float *scales, *zeros; /* of rows of bytes */
 };
 
-INLINE int rows_at_once(int by) { return by == PAIR_TILES || by == BYTE_TILES ? 32 : MAX_ROWS; }
+INLINE int is_tiled(int by) { return by == PAIR_TILES || by == BYTE_TILES; }
+INLINE int rows_at_once(int by) { return is_tiled(by) ? 32 : MAX_ROWS; }
 
 /* The sums of up to rows_at_once rows by one panel, [rows, WIDTH], as float32 or int32. */
 static void multiply_panel(int by, const void *panel, const char *all_x, long bytes, int rows, long inputs, void *to) {
@@ -135,12 +138,12 @@ static void multiply_panel(int by, const void *panel, const char *all_x, long by
     switch (by) {
 #ifdef HAS_TILES
         case PAIR_TILES: {
-            struct factors f = {all_x, panel, (const char *)panel + 64, bytes, 128, 2048, inputs / 32, 128, rows, to};
+            struct factors f = {all_x, panel, (const char *)panel + 64, 64, 2048, 128, 2048, inputs / 32, 128, rows, to};
             multiply_pair_tiles(&f);
             return;
         }
         case BYTE_TILES: {
-            struct factors f = {all_x, panel, (const char *)panel + 64, bytes, 128, 2048, inputs / 64, 128, rows, to};
+            struct factors f = {all_x, panel, (const char *)panel + 64, 64, 2048, 128, 2048, inputs / 64, 128, rows, to};
             multiply_byte_tiles(&f);
             return;
         }
@@ -235,8 +238,8 @@ static void project(int by, const struct matrix *m, const struct inputs *in, lon
     const char *panel = m->panels;
     for (long first = 0; first < m->outputs; first += WIDTH, panel += panel_bytes)
         for (long block = 0; block < blocks; block++) {
-            long row = by == PAIR_TILES || by == BYTE_TILES ? 32 * block : block * rows / blocks;
-            long end = by == PAIR_TILES || by == BYTE_TILES ? row + 32 : (block + 1) * rows / blocks;
+            long row = is_tiled(by) ? 32 * block : block * rows / blocks;
+            long end = is_tiled(by) ? row + 32 : (block + 1) * rows / blocks;
             int here = (int)((end < rows ? end : rows) - row);
             multiply_panel(by, panel, in->rows + row * in->stride, in->stride, here, m->inputs, sums);
             finish(by >= BYTES, m, in, to, sums, row, here, first);
@@ -245,8 +248,8 @@ static void project(int by, const struct matrix *m, const struct inputs *in, lon
 
 /* ---- rows -----------------------------------------------------------------------------------------------------------*/
 
-/* One row as bytes: its range, which includes 0, is cut into 255 equal steps. */
-static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, float *scale, float *zero) {
+/* One row as bytes: its range, which includes 0, is cut into 255 equal steps. `step` bytes from 64 values to the next. */
+static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, long step, float *scale, float *zero) {
 #ifdef __AVX512F__
     vec low = {0}, high = {0};
     for (long i = 0; i < size; i += LANES) {
@@ -254,27 +257,37 @@ static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, fl
         low = larger(low, -x), high = larger(high, x);
     }
     const float lowest = -largest(low), range = largest(high) - lowest;
-    const float step = range > 0 ? range / 255.0f : 1.0f, shift = nearbyintf(-lowest / step);
-    const __m512 per_step = _mm512_set1_ps(1.0f / step), shifts = _mm512_set1_ps(shift);
+    const float unit = range > 0 ? range / 255.0f : 1.0f, shift = nearbyintf(-lowest / unit);
+    const __m512 per_unit = _mm512_set1_ps(1.0f / unit), shifts = _mm512_set1_ps(shift);
     for (long i = 0; i < size; i += 16) {
-        __m512i whole = _mm512_cvtps_epi32(_mm512_fmadd_ps((__m512)get(is_half, row, i), per_step, shifts));
+        __m512i whole = _mm512_cvtps_epi32(_mm512_fmadd_ps((__m512)get(is_half, row, i), per_unit, shifts));
         whole = _mm512_max_epi32(whole, _mm512_setzero_si512());
-        _mm_storeu_si128((__m128i *)(bytes + i), _mm512_cvtusepi32_epi8(whole));
+        _mm_storeu_si128((__m128i *)(bytes + i / 64 * step + i % 64), _mm512_cvtusepi32_epi8(whole));
     }
-    *scale = step, *zero = shift;
+    *scale = unit, *zero = shift;
 #else
-    (void)is_half, (void)row, (void)size, (void)bytes, (void)scale, (void)zero;
+    (void)is_half, (void)row, (void)size, (void)bytes, (void)step, (void)scale, (void)zero;
 #endif
 }
 
-/* Rows [rows, size], at the next place of memory, as `by` takes them: themselves or bytes. */
+/* Rows [rows, size] as `by` takes them, in `memory` if they have to be others than they are. */
 static struct inputs inputs_of(int by, int is_half, const char *rows_of_values, long rows, long size, char *memory) {
     const long bytes = size * (is_half ? 2 : 4);
-    if (by < BYTES) return (struct inputs){rows_of_values, bytes, 0, 0};
+    if (by == FLOATS || by == PAIRS) return (struct inputs){rows_of_values, bytes, 0, 0};
+    if (by == PAIR_TILES) {
+        for (long r = 0; r < rows; r++) {
+            const char *from = rows_of_values + r * bytes;
+            char *to = memory + r / 32 * 32 * bytes + r % 32 * 64;
+            for (long i = 0; i < bytes; i += 64) memcpy(to + 32 * i, from + i, 64);
+        }
+        return (struct inputs){memory, bytes, 0, 0};
+    }
     float *scales = (float *)memory, *zeros = scales + MOST_ROWS;
     uint8_t *to = (uint8_t *)(zeros + MOST_ROWS);
+    const int tiled = is_tiled(by);
     for (long r = 0; r < rows; r++)
-        to_bytes(is_half, rows_of_values + r * bytes, size, to + r * size, scales + r, zeros + r);
+        to_bytes(is_half, rows_of_values + r * bytes, size, to + (tiled ? r / 32 * 32 * size + r % 32 * 64 : r * size),
+                 tiled ? 2048 : 64, scales + r, zeros + r);
     return (struct inputs){(const char *)to, size, scales, zeros};
 }
 
@@ -301,20 +314,20 @@ static void normalize(int is_half, const struct norm *norm, const float *rows_of
 
 INLINE long value_bytes(const struct encoder *e) { return e->is_half ? 2 : 4; }
 
-/* Memory of a part: bytes of rows, values of the feed-forward, and sums with the residual, of up to MOST_ROWS rows; tiles
- * may read what lies behind the last one. */
+/* Memory of a part, for up to MOST_ROWS rows: inputs as tiles or bytes, values of the feed-forward, and sums with the
+ * residual. Tiles may be read behind the last row. */
 struct part_memory {
-    char *bytes, *inner;
+    char *inputs, *inner;
     float *added;
 };
 
 static int take_part_memory(const struct encoder *e, struct part_memory *memory) {
-    const long rows = MOST_ROWS + 32, widest = e->width > e->inner ? e->width : e->inner;
-    const long of_bytes = up_to(e->by < BYTES ? 0 : rows * widest + 8 * MOST_ROWS, 64);
-    const long of_inner = up_to(rows * e->inner * value_bytes(e), 64);
-    char *all = space(SPACE_OF_PART, of_bytes + of_inner + 4 * MOST_ROWS * e->width);
+    const long widest = e->width > e->inner ? e->width : e->inner;
+    const long of_inputs = up_to(MOST_ROWS * widest * (e->by == PAIR_TILES ? 2 : 1) + 8 * MOST_ROWS, 64);
+    const long of_inner = up_to(MOST_ROWS * e->inner * value_bytes(e), 64);
+    char *all = space(SPACE_OF_PART, of_inputs + of_inner + 4 * MOST_ROWS * e->width);
     if (!all) return 1;
-    memory->bytes = all, memory->inner = all + of_bytes, memory->added = (float *)(all + of_bytes + of_inner);
+    memory->inputs = all, memory->inner = all + of_inputs, memory->added = (float *)(all + of_inputs + of_inner);
     return 0;
 }
 
@@ -341,7 +354,7 @@ static void project_rows(const struct run *run, long first, long rows) {
         return;
     }
     const long row = e->width * value_bytes(e);
-    struct inputs in = inputs_of(e->by, e->is_half, run->hidden + first * row, rows, e->width, memory.bytes);
+    struct inputs in = inputs_of(e->by, e->is_half, run->hidden + first * row, rows, e->width, memory.inputs);
     struct finish to = {NO_ACTIVATION, e->is_half, run->qkv + 3 * first * row, 0, 0};
     project(e->by, &run->layer->qkv, &in, rows, &to);
 }
@@ -359,12 +372,12 @@ static void finish_rows(const struct run *run, long first, long rows) {
     char *hidden = run->hidden + first * row;
     struct finish sum = {NO_ACTIVATION, e->is_half, 0, memory.added, hidden};
     struct finish inner = {e->activation, e->is_half, memory.inner, 0, 0};
-    struct inputs in = inputs_of(e->by, e->is_half, run->attended + first * row, rows, e->width, memory.bytes);
+    struct inputs in = inputs_of(e->by, e->is_half, run->attended + first * row, rows, e->width, memory.inputs);
     project(e->by, &layer->out, &in, rows, &sum);
     normalize(e->is_half, &layer->attention_norm, memory.added, rows, e->width, hidden);
-    in = inputs_of(e->by, e->is_half, hidden, rows, e->width, memory.bytes);
+    in = inputs_of(e->by, e->is_half, hidden, rows, e->width, memory.inputs);
     project(e->by, &layer->up, &in, rows, &inner);
-    in = inputs_of(e->by, e->is_half, memory.inner, rows, e->inner, memory.bytes);
+    in = inputs_of(e->by, e->is_half, memory.inner, rows, e->inner, memory.inputs);
     project(e->by, &layer->down, &in, rows, &sum);
     normalize(e->is_half, &layer->output_norm, memory.added, rows, e->width, hidden);
 }
@@ -373,7 +386,7 @@ static void finish_rows(const struct run *run, long first, long rows) {
 static int begin_run(struct run *run, struct encoder *e, long first_sequence, long sequences) {
     const long start = e->starts[first_sequence], row = e->width * value_bytes(e);
     const long rows = e->starts[first_sequence + sequences] - start, of_qkv = up_to(3 * row * rows, 64);
-    char *memory = space(SPACE_OF_RUN, of_qkv + (rows + 32) * row);
+    char *memory = space(SPACE_OF_RUN, of_qkv + rows * row);
     if (!memory) return 1;
     *run = (struct run){.e = e, .hidden = (char *)e->hidden + start * row, .qkv = memory, .attended = memory + of_qkv};
     run->rows = rows;
