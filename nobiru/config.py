@@ -108,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def max_size(self) -> int:
-        """The most ranks that may be asked for while serving."""
+        """The most ranks that may be asked for while serving; if nobody has said, there may be room for more."""
         return self.max_data_parallel_size or max(8, self.data_parallel_size)
 
 

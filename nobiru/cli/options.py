@@ -235,7 +235,7 @@ MaxTransferBytesPerS = Annotated[
     int | None, _option(PARALLEL, "Most bytes of experts a rank sends in a second.", "no limit")
 ]
 MaxDataParallelSize = Annotated[
-    int | None, _option(PARALLEL, "Most ranks that may be asked for while serving.", "8, or the ranks at start")
+    int | None, _option(PARALLEL, "Most ranks that may be asked for while serving.", "what there is room for")
 ]
 MinSurvivableSize = Annotated[
     int | None,

@@ -163,10 +163,12 @@ class Membership:
 
     `lives` says whether the members of `epoch` step together; if not, the next attempt is on its way. `loaded` are the
     ranks whose model is loaded. `operations` is the history, newest last. An epoch has `min_size` members at least.
+    `num_places` is how many ranks there is room for, as far as is known (None: for any number).
     """
 
     desired_size: int
     min_size: int = 1
+    num_places: int | None = None
     epoch: int = 0
     members: tuple[str, ...] = ()
     lives: bool = False
@@ -307,6 +309,8 @@ class Membership:
             if self.attempt is not None:
                 others = tuple(each for each in self.attempt.members if each != rank_id)
                 forget, self.attempt = [Forget(self.attempt.number, others)], None
+            if operation.origin == "failure":
+                operation.size = min(operation.size, max(len(self.members), self._size_with_room()))
             return [*forget, *self._launch_missing(operation), *self._prepare_if_loaded()]
         return self._roll_back(operation, f"the new rank {rank_id} died")
 
@@ -418,13 +422,18 @@ class Membership:
             if not self.attempt.is_committed:
                 actions.append(Forget(self.attempt.number, self.members))
             self.attempt = None
-        size = max(len(self.members), self.min_size) if self.members else self.desired_size
+        size = max(len(self.members), self.min_size) if self.members else self._size_with_room()
         failure = Operation(number=len(self.operations), origin="failure", size=size, phase="preparing")
         self.operations.append(failure)
         actions += self._launch_missing(failure)
         # Give news of more deaths the time to arrive: an attempt with a dead member would only cost its time limit.
         actions.append(SetTimer("reform", failure.number, REFORM_S if error else 0.0))
         return actions
+
+    def _size_with_room(self) -> int:
+        """Of a group that is launched anew: as desired, or what there is room for."""
+        room = self.desired_size if self.num_places is None else self.num_places
+        return max(self.min_size, min(self.desired_size, room))
 
     def _undo(self, operation: Operation, error: str) -> list[Action]:
         operation.phase, operation.error = "rolled_back", error

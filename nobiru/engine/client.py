@@ -110,6 +110,7 @@ class ZmqClient:
             balance=ExpertBalance(config, observer) if config.enable_expert_parallel else None,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
+            num_places=lambda: self._backend.num_places,
             on_loaded=self._on_loaded,
             on_lost=self._on_lost,
         )

@@ -35,6 +35,7 @@ class FixedGroup:
         balance: ExpertBalance | None,
         rank_timeout_s: float,
         max_start_failures: int,
+        num_places: Callable[[], int],  # of use once the number can change
         on_loaded: Callable[[Rank, Loaded], None],
         on_lost: Callable[[Rank, Sequence[int]], None],
     ) -> None:

@@ -23,11 +23,13 @@ from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 logger = logging.getLogger(__name__)
 
 MAX_HEAL_FAILURES = 5
+ROOM_POLL_S = 2.0
 
 
 class Operations:
     """`request` and `cancel` change the membership, `document` and `documents` tell of it.
 
+    `num_places()` is how many ranks there is room for, which may change.
     `note_phases` is to be called whenever the machine has been told something, `heal_if_due` when that is settled.
     `states` gives the ranks' states by id; `later(seconds, call)` calls something, also `on_settled`, which is told
     when an operation is done.
@@ -43,6 +45,7 @@ class Operations:
         later: Callable[[float, Callable[[], None]], None],
         states: Callable[[], Mapping[str, str]],
         on_done: Callable[[], None],
+        num_places: Callable[[], int],
     ) -> None:
         self._config = config
         self._machine = machine
@@ -51,6 +54,8 @@ class Operations:
         self._later = later
         self._states = states
         self._on_done = on_done
+        self._num_places = num_places
+        self._will_heal = False
         self._records: list[OperationRecord] = []
         self._num_heal_failures = 0
 
@@ -63,7 +68,7 @@ class Operations:
     @property
     def max_size(self) -> int:
         """The most ranks that may be asked for."""
-        return self._config.max_size
+        return self._config.max_data_parallel_size or self._num_places()
 
     def request(
         self,
@@ -114,7 +119,7 @@ class Operations:
         """Whether the membership stays as it is until somebody asks, or dies: nothing is to be healed either."""
         machine = self._machine
         can_heal = self._config.self_heal and self._num_heal_failures < MAX_HEAL_FAILURES
-        return not self.is_busy and (len(machine.members) >= machine.desired_size or not can_heal)
+        return not self.is_busy and (len(machine.members) >= self._healing_size or not can_heal)
 
     def cancel(self, operation_id: str) -> dict[str, Any]:
         """Undo an operation before its commit; `ConflictError` when it is too late."""
@@ -139,9 +144,9 @@ class Operations:
             self._perform(self._machine.cancel("the deadline has passed"))
 
     def heal_if_due(self) -> None:
-        """Grow back to the size that was asked for, some time after a failure."""
+        """Grow back towards the size that was asked for, some time after a failure."""
         machine = self._machine
-        if not self._config.self_heal or self.is_busy or len(machine.members) >= machine.desired_size:
+        if self._will_heal or not self._config.self_heal or not self._is_short:
             return
         if self._num_heal_failures >= MAX_HEAL_FAILURES:
             return
@@ -152,15 +157,30 @@ class Operations:
             if self._num_heal_failures >= MAX_HEAL_FAILURES:
                 logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
                 return
-        epoch = machine.epoch
-        self._later(backoff_s(self._num_heal_failures + 1), lambda: self._heal(epoch))
+        self._will_heal = True
+        has_room = self._healing_size > len(machine.members)
+        self._later(backoff_s(self._num_heal_failures + 1) if has_room else ROOM_POLL_S, self._heal)
 
-    def _heal(self, epoch: int) -> None:
-        machine = self._machine
-        if epoch != machine.epoch or self.is_busy or len(machine.members) >= machine.desired_size:
+    @property
+    def _is_short(self) -> bool:
+        """Whether ranks are missing, and nobody is doing anything about it."""
+        return not self.is_busy and len(self._machine.members) < self._machine.desired_size
+
+    @property
+    def _healing_size(self) -> int:
+        """What is wanted, or as much of it as there is room for."""
+        return min(self._machine.desired_size, self._num_places())
+
+    def _heal(self) -> None:
+        self._will_heal = False
+        machine, size = self._machine, self._healing_size
+        if not self._is_short:
             return
-        actions = machine.request(size=machine.desired_size, origin="heal")
-        self._note_new({"data_parallel_size": machine.desired_size}, None)
+        if size <= len(machine.members):
+            self.heal_if_due()
+            return
+        actions = machine.request(size=size, origin="heal")
+        self._note_new({"data_parallel_size": size}, None)
         self._perform(actions)
 
     # ---- records -----------------------------------------------------------------------------------------------------
