@@ -290,8 +290,8 @@ class Membership:
             return []
         return self._epoch_broke("a step failed")
 
-    def rank_lost(self, rank_id: str) -> list[Action]:
-        """A rank died, or was declared dead."""
+    def rank_lost(self, rank_id: str, cause: str | None = None) -> list[Action]:
+        """A rank died, or was declared dead; `cause` is for people."""
         known = rank_id in self.loaded or rank_id in self.launching
         self.loaded.discard(rank_id)
         self.launching.discard(rank_id)
@@ -312,7 +312,7 @@ class Membership:
             if operation.origin == "failure":
                 operation.size = min(operation.size, max(len(self.members), self._size_with_room()))
             return [*forget, *self._launch_missing(operation), *self._prepare_if_loaded()]
-        return self._roll_back(operation, f"the new rank {rank_id} died")
+        return self._roll_back(operation, f"the new rank {rank_id} died{f': {cause}' if cause else ''}")
 
     def timer(self, name: str, number: int) -> list[Action]:
         operation, current = self.operation, self.attempt

@@ -13,13 +13,14 @@ from nobiru.elastic.membership import Operation
 
 @dataclass(slots=True, kw_only=True)
 class OperationRecord:
-    """One operation from the outside. Times are seconds since the epoch of Unix; `pause_s` is the longest that a rank
-    stood still for the commit."""
+    """One operation from the outside; `plan` is that of a planned one. Times are seconds since the epoch of Unix;
+    `pause_s` is the longest that a rank stood still for the commit."""
 
     operation: Operation
     operation_id: str
     from_epoch: int
     target: dict[str, Any]
+    plan: dict[str, Any] | None = None
     idempotency_key: str | None = None
     is_counted: bool = False  # among the tries to heal that failed
     to_epoch: int | None = None
@@ -50,6 +51,7 @@ class OperationRecord:
             "timestamps": dict(self.began),
             "seconds": {name: round(end - began, 6) for (name, began), end in zip(self.began, ends, strict=False)},
             "pause_seconds": self.pause_s,
+            "plan": self.plan,
             "bytes_moved": self.bytes_moved,
             "ranks": dict(self.ranks),
             "idempotency_key": self.idempotency_key,
