@@ -12,10 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+from nobiru import env
 from nobiru.config import EngineConfig
 from nobiru.elastic import membership
+from nobiru.elastic.holds import Holds, Point, delays_from
 from nobiru.elastic.membership import Action, Membership
 from nobiru.elastic.planner import MembershipPlan
 from nobiru.engine import messages
@@ -46,6 +49,7 @@ from nobiru.engine.ranks import Ranks
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.store_process import StoreProcess
 from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor, backoff_s
+from nobiru.runner.faults import parse_faults
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,7 @@ class Client(Protocol):
 class Controller:
     """Runs from `start` to `stop`; `operations` are what changes the membership.
 
-    `failed` resolves with a message when no rank can be brought up.
+    `failed` resolves with a message when no rank can be brought up. `holds` is for tests.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Controller:
             states=lambda: {rank.rank_id: self.state_of(rank) for rank in self.ranks},
             on_done=self._vacate,
         )
+        self.holds = Holds(self._later, delays_from(parse_faults(environment.get(env.FAULT_INJECTION, ""))))
         self._max_start_failures = max_start_failures
         self._on_loaded = on_loaded
         self._on_lost = on_lost
@@ -197,14 +202,14 @@ class Controller:
             case Formed():
                 if message.error is not None:
                     logger.warning("rank %s could not prepare: %s", rank_id, message.error)
-                self._perform(machine.rank_prepared(rank_id, message.attempt, message.error))
+                self._report("prepare", partial(machine.rank_prepared, rank_id, message.attempt, message.error))
             case Parked():
                 running = self.operations.running
                 if running is not None and running.first_parked_s is None:
                     running.first_parked_s = time.monotonic()
-                self._perform(machine.rank_parked(rank_id, message.attempt))
+                self._report("park", partial(machine.rank_parked, rank_id, message.attempt))
             case Applied():
-                self._perform(machine.rank_applied(rank_id, message.attempt))
+                self._report("apply", partial(machine.rank_applied, rank_id, message.attempt))
             case Suspended():
                 logger.warning("rank %s has left epoch %d: %s", rank_id, message.epoch, message.error)
                 self._perform(machine.rank_suspended(rank_id, message.epoch))
@@ -226,7 +231,7 @@ class Controller:
         if self.balance is not None:
             assert message.inventory is not None, "an expert-parallel rank has experts"
             self.balance.rank_holds(rank.rank_id, message.inventory)
-        self._perform(self.machine.rank_loaded(rank.rank_id))
+        self._report("load", partial(self.machine.rank_loaded, rank.rank_id))
 
     def _lost(self, rank: Rank, executing: Sequence[int]) -> None:
         had_loaded = rank.rank_id in self.machine.loaded
@@ -261,7 +266,7 @@ class Controller:
                 self._prepare(action)
             case membership.Arm():
                 if self.balance is None:
-                    self._soon(lambda: [e for r in action.ranks for e in self.machine.rank_parked(r, action.attempt)])
+                    self._soon("park", [partial(self.machine.rank_parked, r, action.attempt) for r in action.ranks])
                 else:
                     self._tell(action.ranks, Arm(attempt=action.attempt))
             case membership.Begin():
@@ -301,7 +306,7 @@ class Controller:
             self.ranks.launch(rank_id)
         except OSError as error:
             logger.error("rank %s cannot be started: %s", rank_id, error)
-            self._soon(lambda: self.machine.rank_lost(rank_id))
+            self._later(0.0, lambda: self._perform(self.machine.rank_lost(rank_id)))
 
     def _plan_slots(self, rank_id: str) -> None:
         """What a newcomer loads: what the membership it is launched for would give it."""
@@ -321,7 +326,7 @@ class Controller:
 
     def _prepare(self, action: membership.Prepare) -> None:
         if self.balance is None:
-            self._soon(lambda: [e for r in action.members for e in self.machine.rank_prepared(r, action.attempt)])
+            self._soon("prepare", [partial(self.machine.rank_prepared, r, action.attempt) for r in action.members])
             return
         self.balance.freeze()
         assert self._store is not None
@@ -361,7 +366,7 @@ class Controller:
             self.balance.commit(self._plans.pop(action.attempt), action.members)
             self._tell(action.members, Begin(attempt=action.attempt))
         else:
-            self._soon(lambda: [e for r in action.members for e in self.machine.rank_applied(r, action.attempt)])
+            self._soon("apply", [partial(self.machine.rank_applied, r, action.attempt) for r in action.members])
         self._client.takes_requests(action.members)
 
     def _drain(self, rank_ids: tuple[str, ...]) -> None:
@@ -376,7 +381,7 @@ class Controller:
         if any(self._client.outstanding(rank_id) for rank_id in self._draining):
             self._later(MOVING_POLL_S, self._look_whether_drained)
         else:
-            self._perform(self.machine.drained())
+            self._report("drain", self.machine.drained)
 
     def _stop_rank(self, rank_id: str) -> None:
         if self.balance is not None:
@@ -410,9 +415,14 @@ class Controller:
         timer = asyncio.get_running_loop().call_later(seconds, run)
         self._timers.add(timer)
 
-    def _soon(self, events: Callable[[], list[Action]]) -> None:
+    def _soon(self, point: Point, events: Iterable[Callable[[], list[Action]]]) -> None:
         """Enter events that follow at once, when the present ones are done with."""
-        self._later(0.0, lambda: self._perform(events()))
+        for event in events:
+            self._later(0.0, partial(self._report, point, event))
+
+    def _report(self, point: Point, event: Callable[[], list[Action]]) -> None:
+        """Tell the machine what a phase has waited for, and do what it says."""
+        self.holds.pass_on(point, lambda: self._perform(event()))
 
     def _give_up(self, cause: str) -> None:
         if self.failed is not None and not self.failed.done():

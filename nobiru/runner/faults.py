@@ -8,6 +8,8 @@ Off unless `NOBIRU_FAULT_INJECTION` is set, as in `kill_on_token=1234,raise_on_t
 * `nan_on_token=ID`: the vector of a sequence that holds this token id is not a number.
 * `step_delay_ms=N`: every batch takes N milliseconds longer.
 * `fail_at_start=N`: the first N processes of a server die while they load (counted by rank id).
+* `hold_load_ms=N`, `hold_prepare_ms`, `hold_drain_ms`, `hold_park_ms`, `hold_apply_ms`: what ends this phase of a
+  change of the ranks is reported N milliseconds late (`nobiru.elastic.holds`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,19 @@ from nobiru.errors import ConfigError
 from nobiru.runner.executor import Outcome, Runner
 from nobiru.runner.inputs import Input
 
-FAULTS = ("kill_on_token", "raise_on_token", "memory_tokens", "nan_on_token", "step_delay_ms", "fail_at_start")
+FAULTS = (
+    "kill_on_token",
+    "raise_on_token",
+    "memory_tokens",
+    "nan_on_token",
+    "step_delay_ms",
+    "fail_at_start",
+    "hold_load_ms",
+    "hold_prepare_ms",
+    "hold_drain_ms",
+    "hold_park_ms",
+    "hold_apply_ms",
+)
 
 
 def parse_faults(text: str) -> dict[str, int]:

@@ -16,3 +16,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("llama", tmp_path_factory.mktemp("language-model"))
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3-moe", tmp_path_factory.mktemp("moe"))

@@ -5,87 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from generation_requests import CACHE, PROMPTS, generation, text_of
-from ranks import is_alive, running, until
+from elastic_scenes import ended, members, play, undisturbed_texts, whole
+from ranks import is_alive, until
 
-from nobiru import LLM, SamplingParams
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
-SPREAD = {**CACHE, "enable_expert_parallel": True, "data_parallel_size": 2}
 MAX_PAUSE_S = 2.0  # far above what it is, for loaded machines
 
 
 @pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from small_models import make
-
-    return make("qwen3-moe", tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
 def expected(moe_model: Path) -> list[list[int]]:
-    llm = LLM(str(moe_model), dtype="float32", num_threads=1, **CACHE)
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-
-
-@asynccontextmanager
-async def under_load(client: ZmqClient, expected: list[list[int]]) -> AsyncIterator[None]:
-    """Clients ask for texts one after another, and each text is the undisturbed one."""
-    ends = asyncio.Event()
-
-    async def ask(number: int) -> None:
-        count = 0
-        while not ends.is_set():
-            place = (number + count) % len(PROMPTS)
-            assert await text_of(client.generate(generation(PROMPTS[place], GREEDY))) == expected[place]
-            count += 1
-
-    work = [asyncio.create_task(ask(number)) for number in range(4)]
-    try:
-        yield
-    finally:
-        ends.set()
-        async with asyncio.timeout(60):
-            await asyncio.gather(*work)
-
-
-async def ended(client: ZmqClient, operation_id: str) -> dict[str, Any]:
-    await until(lambda: client.operations.document(operation_id)["phase"] in ("done", "rolled_back", "failed"))
-    return client.operations.document(operation_id)
-
-
-def members(client: ZmqClient) -> list[str]:
-    return [rank["rank_id"] for rank in client.status()["ranks"] if rank["state"] == "serving"]
-
-
-async def whole(client: ZmqClient, size: int) -> None:
-    await until(lambda: not client.operations.is_busy and len(members(client)) == size)
-
-
-Scene = Callable[[ZmqClient], Awaitable[None]]
-
-
-def play(moe_model: Path, expected: list[list[int]], scene: Scene, **options: Any) -> None:
-    """A scene under load; afterwards no request is left and no process."""
-
-    async def main() -> None:
-        async with running(moe_model, faults="step_delay_ms=5", **{**SPREAD, **options}) as client:
-            await until(lambda: not client.operations.is_busy)
-            async with under_load(client, expected):
-                await scene(client)
-            assert client.queued_requests == 0
-            pids = [rank["pid"] for rank in client.status()["ranks"]]
-        assert not any(is_alive(pid) for pid in pids)
-
-    asyncio.run(main())
+    return undisturbed_texts(moe_model)
 
 
 def test_the_group_grows_and_shrinks_to_one_and_back(moe_model: Path, expected: list[list[int]]) -> None:

@@ -1,0 +1,79 @@
+"""Scenes for tests of ranks that come and go: a group of real ranks under load, whose texts are compared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from generation_requests import CACHE, PROMPTS, generation, text_of
+from ranks import is_alive, running, until
+
+from nobiru import LLM, SamplingParams
+from nobiru.engine.client import ZmqClient
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
+SPREAD = {**CACHE, "enable_expert_parallel": True, "data_parallel_size": 2}
+RANK_TIMEOUT_S = 30.0  # on a busy machine heartbeats come late, and nobody is silent in these scenes
+
+Scene = Callable[[ZmqClient], Awaitable[None]]
+
+
+def undisturbed_texts(model: Path) -> list[list[int]]:
+    """What one rank that holds the whole model writes for each of `PROMPTS`."""
+    llm = LLM(str(model), dtype="float32", num_threads=1, **CACHE)
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@asynccontextmanager
+async def under_load(client: ZmqClient, expected: list[list[int]]) -> AsyncIterator[None]:
+    """Clients ask for texts one after another, and each text is the undisturbed one."""
+    ends = asyncio.Event()
+
+    async def ask(number: int) -> None:
+        count = 0
+        while not ends.is_set():
+            place = (number + count) % len(PROMPTS)
+            assert await text_of(client.generate(generation(PROMPTS[place], GREEDY))) == expected[place]
+            count += 1
+
+    work = [asyncio.create_task(ask(number)) for number in range(4)]
+    try:
+        yield
+    finally:
+        ends.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*work)
+
+
+async def ended(client: ZmqClient, operation_id: str) -> dict[str, Any]:
+    """The document of an operation, once it has come to an end."""
+    await until(lambda: client.operations.document(operation_id)["phase"] in ("done", "rolled_back", "failed"))
+    return client.operations.document(operation_id)
+
+
+def members(client: ZmqClient) -> list[str]:
+    return [rank["rank_id"] for rank in client.status()["ranks"] if rank["state"] == "serving"]
+
+
+async def whole(client: ZmqClient, size: int) -> None:
+    await until(lambda: not client.operations.is_busy and len(members(client)) == size)
+
+
+def play(
+    model: Path, expected: list[list[int]], scene: Scene, *, faults: str = "step_delay_ms=5", **options: Any
+) -> None:
+    """A scene under load; afterwards no request is left and no process."""
+
+    async def main() -> None:
+        async with running(model, faults=faults, rank_timeout_s=RANK_TIMEOUT_S, **{**SPREAD, **options}) as client:
+            await until(lambda: not client.operations.is_busy)
+            async with under_load(client, expected):
+                await scene(client)
+            assert client.queued_requests == 0
+            pids = [rank["pid"] for rank in client.status()["ranks"]]
+        assert not any(is_alive(pid) for pid in pids)
+
+    asyncio.run(main())
