@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import marshal
-import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from membership_model import Broken, Budget, Event, Message, Rank, Request, World, at_start, serving
+from membership_broken import Broken
+from membership_model import World, at_start, serving
+from membership_state import Budget, Event, Message, Rank, Request
+from membership_text import LENGTH
 
 _OF_EPOCHS = ("begin", "abandon", "suspended")
 
@@ -138,6 +140,7 @@ def _state(world: World) -> tuple[object, ...]:
         sorted(name for name, _ in world.timers),
         world.is_draining,
         world.has_lost,
+        None if world.text is None else world.text.state,
         sorted(_since(attempt, machine.num_attempts) for attempt in world.leaves),
         sorted(
             (_since(epoch, machine.epoch), _since(attempt, machine.num_attempts))
@@ -155,7 +158,10 @@ def _rank_state(world: World, name: str) -> tuple[object, ...]:
     machine, operation, attempt = world.machine, world.machine.operation, world.machine.attempt
     is_ordered = bool(world.requests)  # who leaves depends on the order only when somebody asks
     return (
-        _plain(world.ranks.get(name), machine.epoch, machine.num_attempts),
+        _plain(
+            world.ranks.get(name), machine.epoch, machine.num_attempts, 0 if world.text is None else world.text.seq_id
+        ),
+        world.text is not None and (name == world.text.rank_id, name in world.takers and world.takers.index(name) + 1),
         name in world.dead,
         (1 + machine.members.index(name) if is_ordered else 1) if name in machine.members else 0,
         name in machine.loaded,
@@ -173,7 +179,7 @@ def _rank_state(world: World, name: str) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1 << 20)
-def _plain(rank: Rank | None, epoch: int, attempts: int) -> tuple[object, ...]:
+def _plain(rank: Rank | None, epoch: int, attempts: int, seq_id: int) -> tuple[object, ...]:
     if rank is None:
         return ()
     return (
@@ -187,15 +193,68 @@ def _plain(rank: Rank | None, epoch: int, attempts: int) -> tuple[object, ...]:
         _since(rank.preparing, attempts),
         rank.can_form,
         _since(rank.standby, attempts),
-        _messages(rank.inbox, epoch, attempts),
-        _messages(rank.control, epoch, attempts),
-        _messages(rank.outbox, epoch, attempts),
+        _messages(rank.inbox, epoch, attempts, seq_id),
+        _messages(rank.control, epoch, attempts, seq_id),
+        _messages(rank.outbox, epoch, attempts, seq_id),
+        tuple(each - seq_id * LENGTH for each in rank.tasks),
     )
 
 
-def _messages(messages: tuple[Message, ...], epoch: int, attempts: int) -> tuple[Message, ...]:
-    return tuple((what, _since(number, epoch if what in _OF_EPOCHS else attempts)) for what, number in messages)
+def _messages(messages: tuple[Message, ...], epoch: int, attempts: int, seq_id: int) -> tuple[Message, ...]:
+    return tuple(
+        (
+            what,
+            number - seq_id * LENGTH
+            if what in ("add", "output")
+            else _since(number, epoch if what in _OF_EPOCHS else attempts),
+        )
+        for what, number in messages
+    )
+
+
+# ---- what is explored ------------------------------------------------------------------------------------------------
+
+Configuration = Callable[[], World]
+SHRINK, GROW, REPLACE = (Request(1),), (Request(2),), (Request(2, ("r0",)),)
+CONFIGURATIONS: dict[str, Configuration] = {
+    "two start, a death": lambda: at_start(2, Budget(deaths=1)),
+    "three, two deaths": lambda: serving(3, Budget(deaths=2)),
+    "three of at least two, two deaths": lambda: serving(3, Budget(deaths=2), min_size=2),
+    "two, two errors": lambda: serving(2, Budget(errors=2)),
+    "2 → 1, a death": lambda: serving(2, Budget(deaths=1), requests=SHRINK),
+    "2 → 1, a lost message": lambda: serving(2, Budget(losses=1), requests=SHRINK),
+    "2 → 1, an error": lambda: serving(2, Budget(errors=1), requests=SHRINK),
+    "2 → 1, a cancel, an early timer": lambda: serving(2, Budget(early=1, cancels=1), requests=SHRINK),
+    "2 → 1, a cancel, a nap": lambda: serving(2, Budget(cancels=1, naps=1), requests=SHRINK),
+    "1 → 2, a death": lambda: serving(1, Budget(deaths=1), requests=GROW),
+    "1 → 2, a lost message": lambda: serving(1, Budget(losses=1), requests=GROW),
+    "2 → 2 with another, a cancel": lambda: serving(2, Budget(cancels=1), requests=REPLACE),
+    "2 → 3, a cancel": lambda: serving(2, Budget(cancels=1), requests=(Request(3),)),
+    "3 → 2": lambda: serving(3, requests=(Request(2),)),
+}
+LARGE: dict[str, Configuration] = {
+    "two start, two deaths, a lost message": lambda: at_start(2, Budget(deaths=2, losses=1)),
+    "three, a death, an error, a lost message": lambda: serving(3, Budget(deaths=1, errors=1, losses=1)),
+    "2 → 1, a death, a cancel, a lost message, an early timer": lambda: serving(
+        2, Budget(deaths=1, losses=1, early=1, cancels=1), requests=SHRINK
+    ),
+    "2 → 3, a death, a cancel": lambda: serving(2, Budget(deaths=1, cancels=1), requests=(Request(3),)),
+    "2 → 3, a lost message, an early timer": lambda: serving(2, Budget(losses=1, early=1), requests=(Request(3),)),
+    "2 → 2 with another, a death, a cancel": lambda: serving(2, Budget(deaths=1, cancels=1), requests=REPLACE),
+    "3 → 2, a death": lambda: serving(3, Budget(deaths=1), requests=(Request(2),)),
+    "3 → 2 after a drain, a cancel": lambda: serving(3, Budget(cancels=1), requests=(Request(2, drains=True),)),
+}
+
+
+def main() -> None:
+    for name, first in {**CONFIGURATIONS, **LARGE}.items():
+        explored = explore(first())
+        print(
+            f"{name}: {explored.num_states:,} states, {explored.num_transitions:,} transitions, "
+            f"at most {explored.depth} events deep, {explored.seconds:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    print(explore(serving(2, Budget(deaths=1), requests=(Request(1),))))
+    main()

@@ -252,8 +252,8 @@ class Membership:
 
     def give_up(self, error: str) -> None:
         """No epoch can be brought up: the operation that was to do it has failed, and nothing follows."""
-        if self.operation is not None:
-            self.operation.phase, self.operation.error = "failed", error
+        if (operation := self.operation) is not None:
+            operation.phase, operation.error = "failed", error
 
     # ---- what ranks do ---------------------------------------------------------------------------------------------
 
@@ -273,7 +273,9 @@ class Membership:
             return []
         if error is not None:
             others = [rank for rank in current.members if rank != rank_id and rank not in current.prepared]
-            return self._attempt_failed(f"{rank_id} could not prepare: {error}", others if missed_others else (rank_id,))
+            return self._attempt_failed(
+                f"{rank_id} could not prepare: {error}", others if missed_others else (rank_id,)
+            )
         current.prepared.add(rank_id)
         if len(current.prepared) < len(current.members):
             return []

@@ -139,7 +139,7 @@ class Controller:
     def start(self) -> None:
         self.failed = asyncio.get_running_loop().create_future()
         self._has_started = True
-        if not self.machine.operations:
+        if self.machine.latest is None:
             self.launch_now()
         self.ranks.start()
         if self._store is not None:
@@ -202,11 +202,12 @@ class Controller:
             case Formed():
                 if message.error is not None:
                     logger.warning("rank %s could not prepare: %s", rank_id, message.error)
-                self._report("prepare", partial(machine.rank_prepared, rank_id, message.attempt, message.error))
+                prepared = partial(machine.rank_prepared, rank_id, message.attempt, message.error)
+                self._report("prepare", partial(prepared, missed_others=message.missed_others))
             case Parked():
                 running = self.operations.running
-                if running is not None and running.first_parked_s is None:
-                    running.first_parked_s = time.monotonic()
+                if running is not None and running.stopped_s is None:
+                    running.stopped_s = time.monotonic()
                 self._report("park", partial(machine.rank_parked, rank_id, message.attempt))
             case Applied():
                 self._report("apply", partial(machine.rank_applied, rank_id, message.attempt))
@@ -355,6 +356,7 @@ class Controller:
                 shape=(slots.shape[0], slots.shape[1], slots.shape[2]),
                 slots=slots.astype("<i4").tobytes(),
                 fills=[(fill.layer, fill.expert, fill.slot) for fill in plan.fills.get(rank_id, ())],
+                leave=action.leave,
             )
             self._client.send_to(rank_id, form)
 
@@ -425,5 +427,7 @@ class Controller:
         self.holds.pass_on(point, lambda: self._perform(event()))
 
     def _give_up(self, cause: str) -> None:
+        self.machine.give_up(cause)
+        self.operations.note_phases()
         if self.failed is not None and not self.failed.done():
             self.failed.set_result(cause)

@@ -24,7 +24,7 @@ from nobiru.engine.messages import ExpertLoads, Form, Formed
 from nobiru.engine.team import Team
 from nobiru.engine.team_messages import CollectLoads, IdleStep
 from nobiru.engine.team_moves import TeamMoves
-from nobiru.errors import NobiruError
+from nobiru.errors import GroupError, NobiruError
 from nobiru.layers.moe import Dispatched
 from nobiru.layers.sharding import WHOLE
 from nobiru.models.moe import MoeParts
@@ -121,6 +121,8 @@ class ExpertMember:
     def prepare(self, form: Form) -> None:
         """Fill slots and build the groups of an attempt, with all its members at once."""
         self.forget(form.attempt - 1)
+        if form.leave:
+            self.leave()
         self._preparing = form.attempt
         if self._team is not None:  # workers are told by this thread alone
             self.leave()
@@ -154,7 +156,8 @@ class ExpertMember:
                         self._moe.read_expert(layer, expert, slot)
             standby = self._form(form)
         except (NobiruError, OSError) as error:
-            self._prepared.put((Formed(attempt=form.attempt, error=str(error)), None))
+            missed_others = isinstance(error, GroupError)
+            self._prepared.put((Formed(attempt=form.attempt, error=str(error), missed_others=missed_others), None))
         else:
             self._prepared.put((Formed(attempt=form.attempt), standby))
 

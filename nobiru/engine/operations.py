@@ -14,7 +14,7 @@ from typing import Any
 
 from nobiru.config import EngineConfig
 from nobiru.elastic import membership
-from nobiru.elastic.membership import Action, Membership
+from nobiru.elastic.membership import Action, Membership, Operation
 from nobiru.elastic.records import OperationRecord
 from nobiru.engine.expert_balance import ExpertBalance
 from nobiru.engine.supervisor import backoff_s
@@ -23,10 +23,12 @@ from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 logger = logging.getLogger(__name__)
 
 MAX_HEAL_FAILURES = 5
+MAX_REMEMBERED = 1000
 
 
 class Operations:
-    """`request` and `cancel` change the membership, `document` and `documents` tell of it.
+    """`request` and `cancel` change the membership, `document` and `documents` tell of it, and of the last
+    `MAX_REMEMBERED` changes before.
 
     `note_phases` is to be called whenever the machine has been told something, `heal_if_due` when that is settled.
     `states` gives the ranks' states by id; `later(seconds, call)` calls something, also `on_settled`, which is told
@@ -51,8 +53,9 @@ class Operations:
         self._later = later
         self._states = states
         self._on_done = on_done
-        self._records: list[OperationRecord] = []
+        self._records: dict[int, OperationRecord] = {}  # by number, newest last
         self._num_heal_failures = 0
+        self._heals_later = False
 
     @property
     def running(self) -> OperationRecord | None:
@@ -78,7 +81,7 @@ class Operations:
         idempotency_key: str | None = None,
     ) -> dict[str, Any]:
         """Begin an operation; its document. Raises `InvalidRequestError` or `ConflictError`."""
-        for record in self._records:
+        for record in self._records.values():
             if idempotency_key is not None and record.idempotency_key == idempotency_key:
                 return self._document(record)
         size = self._checked_size(size, remove, replace)
@@ -93,7 +96,7 @@ class Operations:
             size=size, remove=gone, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
         )
         target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
-        record = self._note_new(target, idempotency_key)
+        record = self._note_new(machine.latest, target, idempotency_key)
         self._later(deadline_s, lambda: self._on_deadline(record))
         self._perform(actions)
         return self._document(record)
@@ -119,7 +122,7 @@ class Operations:
 
     def documents(self) -> list[dict[str, Any]]:
         """All remembered operations, newest last."""
-        return [self._document(record) for record in self._records]
+        return [self._document(record) for record in self._records.values()]
 
     def _on_deadline(self, record: OperationRecord) -> None:
         if self._machine.operation is record.operation:
@@ -127,33 +130,31 @@ class Operations:
 
     def heal_if_due(self) -> None:
         """Grow back to the size that was asked for, some time after a failure."""
-        machine = self._machine
-        if not self._config.self_heal or self.is_busy or len(machine.members) >= machine.desired_size:
-            return
-        if self._num_heal_failures >= MAX_HEAL_FAILURES:
-            return
-        last = machine.operations[-1]
-        if last.origin == "heal" and last.phase == "rolled_back" and not self._records[last.number].is_counted:
-            self._records[last.number].is_counted = True
-            self._num_heal_failures += 1
-            if self._num_heal_failures >= MAX_HEAL_FAILURES:
-                logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
-                return
-        epoch = machine.epoch
-        self._later(backoff_s(self._num_heal_failures + 1), lambda: self._heal(epoch))
+        if self._is_heal_due and not self._heals_later:
+            self._heals_later = True
+            self._later(backoff_s(self._num_heal_failures + 1), self._heal)
 
-    def _heal(self, epoch: int) -> None:
-        machine = self._machine
-        if epoch != machine.epoch or self.is_busy or len(machine.members) >= machine.desired_size:
+    @property
+    def _is_heal_due(self) -> bool:
+        if not self._config.self_heal or self.is_busy or self._num_heal_failures >= MAX_HEAL_FAILURES:
+            return False
+        return len(self._machine.members) < self._machine.desired_size
+
+    def _heal(self) -> None:
+        self._heals_later = False
+        if not self._is_heal_due:  # whatever makes it due again asks again
             return
+        machine = self._machine
         actions = machine.request(size=machine.desired_size, origin="heal")
-        self._note_new({"data_parallel_size": machine.desired_size}, None)
+        self._note_new(machine.latest, {"data_parallel_size": machine.desired_size}, None)
         self._perform(actions)
 
     # ---- records -----------------------------------------------------------------------------------------------------
 
-    def _note_new(self, target: dict[str, Any], idempotency_key: str | None) -> OperationRecord:
-        operation = self._machine.operations[len(self._records)]
+    def _note_new(
+        self, operation: Operation | None, target: dict[str, Any], idempotency_key: str | None
+    ) -> OperationRecord:
+        assert operation is not None
         record = OperationRecord(
             operation=operation,
             operation_id=f"op-{operation.number}-{uuid.uuid4().hex[:8]}",
@@ -161,29 +162,44 @@ class Operations:
             target=target,
             idempotency_key=idempotency_key,
         )
-        self._records.append(record)
+        if operation.origin == "failure":
+            record.stopped_s = self._stopped_s()
+        self._records[operation.number] = record
+        for number in list(self._records)[: -MAX_REMEMBERED - 1]:
+            del self._records[number]
         return record
+
+    def _stopped_s(self) -> float:
+        """Since when the group stands still that a failure has stopped: it may have been parked already."""
+        before = next(reversed(self._records.values()), None)
+        has_just_ended = before is not None and before.operation.has_ended and not before.is_ended
+        return before.stopped_s if before is not None and has_just_ended and before.stopped_s else time.monotonic()
 
     def note_phases(self) -> None:
         now_s = time.time()
-        while len(self._records) < len(self._machine.operations):
-            operation = self._machine.operations[len(self._records)]
-            self._note_new({"data_parallel_size": operation.size}, None)
-        for record in self._records[-4:]:
-            was_ended = record.began and record.began[-1][0] in membership.ENDED
+        latest = self._machine.latest
+        if latest is not None and latest.number not in self._records:
+            self._note_new(latest, {"data_parallel_size": latest.size}, None)
+        for number in list(self._records)[-2:]:  # an event ends one at most, and begins one
+            record = self._records[number]
+            was_ended = record.is_ended
             record.note_phase(now_s)
-            if record.operation.has_ended and not was_ended:
+            if record.is_ended and not was_ended:
                 self._note_end(record)
 
     def _note_end(self, record: OperationRecord) -> None:
         operation = record.operation
         if operation.phase == "done":
             record.to_epoch = self._machine.epoch
-            waited_s = 0.0 if record.first_parked_s is None else time.monotonic() - record.first_parked_s
-            record.pause_s = round(waited_s, 6)
-            if operation.origin in ("user", "heal"):
+            if record.stopped_s is not None:
+                record.pause_s = round(time.monotonic() - record.stopped_s, 6)
+            if operation.origin in membership.PLANNED:
                 self._num_heal_failures = 0
             self._on_done()
+        elif operation.origin == "heal":
+            self._num_heal_failures += 1
+            if self._num_heal_failures == MAX_HEAL_FAILURES:
+                logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
         logger.info(
             "operation %s (%s): %s %s", record.operation_id, operation.origin, operation.phase, operation.error or ""
         )
@@ -193,7 +209,7 @@ class Operations:
         return record.document(time.time())
 
     def _find(self, operation_id: str) -> OperationRecord:
-        for record in self._records:
+        for record in self._records.values():
             if record.operation_id == operation_id:
                 return record
         raise NotFoundError(f"there is no operation {operation_id[:100]!r}", code="operation_not_found")
@@ -241,7 +257,8 @@ class Operations:
             document["expert_bytes"] = {
                 rank: count * self._expert_bytes for rank, count in zip([*stay, *newcomers], held, strict=True)
             }
-        pauses = [record.pause_s for record in self._records if record.pause_s]
+        planned = [record for record in self._records.values() if record.operation.origin in membership.PLANNED]
+        pauses = [record.pause_s for record in planned if record.pause_s]
         document["expected_pause_seconds"] = max(pauses) if pauses else None
         return document
 
