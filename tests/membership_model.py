@@ -201,9 +201,12 @@ class World(State):
         require(begin.members == self.joining[begin.attempt], "an epoch begins with those who have prepared it")
         require(len(begin.members) >= self.machine.min_size, "an epoch can hold the model")
         require(len(set(begin.members)) == len(begin.members), "members are different")
-        for rank_id in begin.members:
+        for rank_id, rank in self.ranks.items():
             if rank_id not in self.dead:
-                require(self.ranks[rank_id].standby == begin.attempt, "who is to begin has prepared")
+                require(rank.epoch == 0 or rank.place == "parked", f"{rank_id} has parked, or has left, at a commit")
+                require(
+                    rank_id not in begin.members or rank.standby == begin.attempt, f"{rank_id} has prepared to begin"
+                )
         self.members_of[begin.epoch] = begin.members
         self.attempt_of[begin.epoch] = begin.attempt
         self.is_draining = False

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from membership_broken import Broken
 from membership_explorer import CONFIGURATIONS, LARGE, explore
-from membership_model import World, serving
+from membership_model import World, at_start, serving
 from membership_state import Budget, Request
 
-from nobiru.elastic.membership import Abandon, Action, Membership
+from nobiru.elastic.membership import Action, Membership, Prepare
 
 CHOSEN = {**CONFIGURATIONS, **(LARGE if os.environ.get("NOBIRU_EXPLORE") else {})}
 
@@ -40,8 +41,8 @@ def tells_nobody_to_forget(machine: Membership) -> list[Action]:
     return []
 
 
-def tells_nobody_to_abandon(machine: Membership, error: str | None = None) -> list[Action]:
-    return [action for action in BROKE(machine, error) if not isinstance(action, Abandon)]
+def lets_survivors_prepare_before_they_leave(machine: Membership) -> list[Action]:
+    return [replace(each, leave=False) if isinstance(each, Prepare) else each for each in BEGIN_TO_PREPARE(machine)]
 
 
 def takes_any_answer_for_the_attempt(
@@ -54,26 +55,46 @@ def sets_no_timer_for_parking(machine: Membership, name: str, number: int) -> li
     return [] if name == "park" else TIMER(machine, name, number)
 
 
-PARKED, FORGET, BROKE = Membership.rank_parked, Membership._forget_attempt, Membership._epoch_broke
-PREPARED, TIMER = Membership.rank_prepared, Membership.timer
+PARKED, FORGET, TIMER = Membership.rank_parked, Membership._forget_attempt, Membership.timer
+PREPARED, BEGIN_TO_PREPARE = Membership.rank_prepared, Membership._prepare_if_loaded
 SHRINK = (Request(1),)
-WRONG: list[tuple[str, Callable[..., list[Action]], World, str]] = [
-    ("rank_parked", commits_at_the_first_that_parks, serving(2, requests=SHRINK), "in a step|only the committed"),
-    ("_forget_attempt", tells_nobody_to_forget, serving(2, Budget(cancels=1), requests=SHRINK), "come to rest"),
-    (
+WRONG: dict[str, tuple[str, Callable[..., list[Action]], World, str]] = {
+    "commits at the first that parks": (
+        "rank_parked",
+        commits_at_the_first_that_parks,
+        serving(2, requests=SHRINK),
+        "has parked",
+    ),
+    "tells nobody to forget": (
+        "_forget_attempt",
+        tells_nobody_to_forget,
+        serving(2, Budget(cancels=1), requests=SHRINK),
+        "come to rest",
+    ),
+    "takes any answer": (
         "rank_prepared",
         takes_any_answer_for_the_attempt,
-        serving(2, Budget(deaths=1, cancels=1), requests=(*SHRINK, *SHRINK)),
+        serving(2, Budget(cancels=1), requests=(*SHRINK, *SHRINK)),
         "prepared",
     ),
-    ("timer", sets_no_timer_for_parking, serving(2, Budget(losses=1), requests=SHRINK), "come to rest"),
-]
+    "has no timer for parking": (
+        "timer",
+        sets_no_timer_for_parking,
+        serving(2, Budget(losses=1), requests=SHRINK),
+        "come to rest",
+    ),
+    "lets survivors prepare before they leave": (
+        "_prepare_if_loaded",
+        lets_survivors_prepare_before_they_leave,
+        at_start(2, Budget(early=1)),
+        "has left",
+    ),
+}
 
 
-@pytest.mark.parametrize(("method", "wrong", "first", "what"), WRONG)
-def test_a_wrong_machine_is_found_out(
-    method: str, wrong: Callable[..., list[Action]], first: World, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_machine_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, wrong, first, what = WRONG[name]
     monkeypatch.setattr(Membership, method, wrong)
     with pytest.raises(Broken, match=what):
         explore(first)
