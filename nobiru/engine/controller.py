@@ -44,7 +44,7 @@ from nobiru.engine.messages import (
     Wake,
 )
 from nobiru.engine.operations import Operations
-from nobiru.engine.rank_spec import control_identity
+from nobiru.engine.rank_spec import STORE_IDENTITY, control_identity
 from nobiru.engine.ranks import Ranks
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.store_process import StoreProcess
@@ -276,6 +276,7 @@ class Controller:
                 self._plans.pop(action.attempt, None)
                 if self.balance is not None:
                     self._tell(action.ranks, Forget(attempt=action.attempt))
+                    self._store_forgets(action.attempt)
                     self.balance.thaw()
             case membership.Abandon():
                 if self.balance is not None:
@@ -367,6 +368,7 @@ class Controller:
         if self.balance is not None:
             self.balance.commit(self._plans.pop(action.attempt), action.members)
             self._tell(action.members, Begin(attempt=action.attempt))
+            self._store_forgets(action.attempt)  # its groups stand
         else:
             self._soon("apply", [partial(self.machine.rank_applied, r, action.attempt) for r in action.members])
         self._client.takes_requests(action.members)
@@ -396,6 +398,10 @@ class Controller:
         """An operation is done: its members forget what the epoch before had in slots that are empty now."""
         if self.balance is not None and self.machine.lives:
             self._tell(self.machine.members, Vacate(version=self.balance.version))
+
+    def _store_forgets(self, attempt: int) -> None:
+        """Nobody meets any more for this attempt or earlier ones."""
+        self._client.send_to(STORE_IDENTITY.decode(), Forget(attempt=attempt))
 
     def _tell(self, rank_ids: Iterable[str], message: messages.ToRank) -> None:
         for rank_id in rank_ids:

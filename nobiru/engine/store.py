@@ -1,7 +1,7 @@
 """The process that holds the rendezvous store, where the members of a group find each other.
 
 Owns a `TCPStore` and nothing else. It belongs to the server and not to a rank, so that no rank is special; it ends when
-its standard input closes. Groups that stand do not need it any more.
+its standard input closes. Groups that stand do not need it any more, so what they wrote is deleted when it is told to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zmq
 from torch._C._distributed_c10d import TCPStore
 
 from nobiru.engine import messages
-from nobiru.engine.messages import StoreReady
+from nobiru.engine.messages import Forget, StoreReady
 from nobiru.engine.rank_spec import STORE_IDENTITY, StoreSpec
 
 
@@ -29,6 +29,20 @@ def main() -> None:
     socket.setsockopt(zmq.IDENTITY, STORE_IDENTITY)
     socket.connect(spec.endpoint)
     socket.send(messages.encode(StoreReady(host=spec.host, port=store.port)))
-    while os.read(0, 4096):
-        continue
-    os._exit(0)
+    poller = zmq.Poller()
+    for source in (0, socket):
+        poller.register(source, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if 0 in ready and not os.read(0, 4096):
+            os._exit(0)
+        if socket in ready and isinstance(message := messages.decode_to_rank(socket.recv()), Forget):
+            forget(store, message.attempt)
+
+
+def forget(store: TCPStore, attempt: int) -> None:
+    """Delete the keys of this attempt and earlier ones, with which members that were late may have come meanwhile."""
+    for key in store.list_keys():
+        number, slash, _ = key.partition("/")
+        if slash and int(number) <= attempt:
+            store.delete_key(key)

@@ -32,6 +32,9 @@ from torch.distributed import ProcessGroupGloo
 
 from nobiru.errors import GroupError
 
+# Descriptors are the process': two threads that listen at once could not tell their sockets apart.
+_listening = threading.Lock()
+
 
 def connect_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
     """A client of the store at `host`:`port`, for one thread: a call that waits holds up all other calls of the client.
@@ -168,19 +171,20 @@ def form_group(
     """Join the group `name` of an attempt as `rank` of `size`; all members call this, and it returns when all have.
 
     `timeout_s` bounds each exchange; how long members wait for each other here is the store's own limit. The group
-    listens on the address `host`, or that of the network `interface` if one is named. What other threads start to
-    listen on in this moment would be taken for the group's. `GroupError` when a member does not come.
+    listens on the address `host`, or that of the network `interface` if one is named. `GroupError` when a member does
+    not come.
     """
     prefixed = PrefixStore(f"{attempt_id}/{name}", store)
     limit: timedelta = store.timeout  # type: ignore[attr-defined]
     try:
-        before = {found.inode for found in _sockets()}
-        device = (
-            ProcessGroupGloo.create_device(interface=interface)
-            if interface
-            else ProcessGroupGloo.create_device(hostname=host)
-        )
-        own = {found.address for found in _sockets() if found.is_listening and found.inode not in before}
+        with _listening:
+            before = {found.inode for found in _sockets()}
+            device = (
+                ProcessGroupGloo.create_device(interface=interface)
+                if interface
+                else ProcessGroupGloo.create_device(hostname=host)
+            )
+            own = {found.address for found in _sockets() if found.is_listening and found.inode not in before}
         prefixed.set(f"listener/{rank}", " ".join(f"{address}|{port}" for address, port in own))
         backend = _gloo(prefixed, device, rank=rank, size=size, timeout=limit)
         others = {address for other in range(size) for address in _parse(prefixed.get(f"listener/{other}"))}

@@ -1,0 +1,1 @@
+"""What `benchmarks/elastic_soak.py` and `benchmarks/elastic_pauses.py` share."""
