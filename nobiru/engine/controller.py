@@ -239,7 +239,6 @@ class Controller:
         self._num_start_failures = 0 if had_loaded else self._num_start_failures + 1
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
-            self.balance.epoch_ends()
         actions = self.machine.rank_lost(rank.rank_id)
         self._on_lost(rank, executing)
         operation = self.machine.operation
@@ -280,6 +279,7 @@ class Controller:
                     self.balance.thaw()
             case membership.Abandon():
                 if self.balance is not None:
+                    self.balance.epoch_ends()  # a move of experts in progress is over, too
                     for rank_id in action.ranks:
                         self._client.send_to(control_identity(rank_id), Abandon(attempt=self._epoch_attempt))
             case membership.Drain():

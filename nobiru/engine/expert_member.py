@@ -30,7 +30,7 @@ from nobiru.layers.sharding import WHOLE
 from nobiru.models.moe import MoeParts
 from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
-from nobiru.parallel.groups import Group, connect_store, form_group
+from nobiru.parallel.groups import Group, break_connections_to, connect_store, form_group
 from nobiru.parallel.placement import Placement
 from nobiru.parallel.tensor import WorkerGroup
 from nobiru.scheduler import Plan
@@ -93,6 +93,7 @@ class ExpertMember:
         self._epoch: _Epoch | None = None
         self._standby: _Epoch | None = None
         self._preparing = 0  # the attempt, while its thread runs
+        self._store_port = 0
         self._filling = threading.Lock()
         self._prepared: queue.SimpleQueue[tuple[Formed, _Epoch | None]] = queue.SimpleQueue()
         self.armed = 0  # for this attempt
@@ -167,6 +168,7 @@ class ExpertMember:
         placement = Placement(
             slots=np.frombuffer(form.slots, dtype="<i4").reshape(form.shape), num_experts=self._moe.num_experts
         )
+        self._store_port = form.store_port
         store = connect_store(form.store_host, form.store_port, timeout_s=FORM_TIMEOUT_S)
         groups: dict[str, Group] = {}
         try:
@@ -242,8 +244,9 @@ class ExpertMember:
         if self._standby is not None and self._standby.attempt <= attempt:
             self._standby.destroy()
             self._standby = None
-        if self._preparing <= attempt:
+        if 0 < self._preparing <= attempt:
             self._preparing = 0
+            break_connections_to(self._store_port)  # its thread may wait there for members that do not come
         if self.armed <= attempt:
             self.armed, self.is_parked = 0, False
 
