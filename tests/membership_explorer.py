@@ -122,7 +122,7 @@ def _state(world: World) -> tuple[object, ...]:
     return (
         sorted(_rank_state(world, name) for name in names),
         machine.lives,
-        machine.is_unexplained,
+        machine.suspicion.is_unexplained,
         machine.desired_size,
         machine.epoch > 0,
         None
@@ -166,8 +166,8 @@ def _rank_state(world: World, name: str) -> tuple[object, ...]:
         (1 + machine.members.index(name) if is_ordered else 1) if name in machine.members else 0,
         name in machine.loaded,
         name in machine.launching,
-        machine.strikes.get(name, 0),
-        0 if name not in machine.left else 1 if machine.left[0] == name else 2,
+        machine.suspicion.strikes.get(name, 0),
+        0 if name not in machine.suspicion.left else 1 if machine.suspicion.left[0] == name else 2,
         operation is not None
         and name in operation.newcomers
         and (1 + operation.newcomers.index(name) if is_ordered else 1),

@@ -177,7 +177,7 @@ class State:
         world = _shallow(self)
         machine = world.machine = _shallow(self.machine)
         machine.loaded, machine.launching = set(machine.loaded), set(machine.launching)
-        machine.strikes, machine.left = dict(machine.strikes), list(machine.left)
+        machine.suspicion = machine.suspicion.copy()
         if machine.latest is not None:
             machine.latest = _shallow(machine.latest)
             machine.latest.newcomers = list(machine.latest.newcomers)

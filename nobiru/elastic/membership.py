@@ -14,7 +14,7 @@ A member that dies ends its epoch. What was being prepared is undone, and the su
 They leave the old one before they prepare, so they count as parked. If nobody survives, the group is launched anew.
 
 Every wait has a timer, and after each of them something else is tried. What fails without a death is held against
-somebody (`strikes`): who keeps the others from stepping is removed in the end.
+somebody (`Suspicion`): who keeps the others from stepping is removed in the end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nobiru.elastic.suspicion import Suspicion
+
 Phase = Literal["planning", "preparing", "draining", "committing", "settling", "done", "rolled_back", "failed"]
 Origin = Literal["user", "heal", "failure", "start"]
 ENDED: tuple[Phase, ...] = ("done", "rolled_back", "failed")
@@ -30,18 +32,11 @@ BEFORE_COMMIT: tuple[Phase, ...] = ("planning", "preparing", "draining", "commit
 # What is undone when it does not succeed; the others have no epoch to go back to, and try again.
 PLANNED: tuple[Origin, ...] = ("user", "heal")
 
-# A death is noticed within milliseconds of the failed collectives it causes, so a new attempt waits for the news.
-REFORM_S = 0.5
-MAX_REFORM_S = 8.0
 PREPARE_TIMEOUT_S = 120.0
 PARK_TIMEOUT_S = 30.0
 APPLY_TIMEOUT_S = 60.0
 # An epoch that steps for so long clears everybody of suspicion.
 CALM_S = 60.0
-# Three epochs that broke, or six attempts that could not be prepared, and whoever is to blame is removed.
-BROKEN_STRIKES = 2
-PREPARE_STRIKES = 1
-MAX_STRIKES = 6
 
 
 # ---- actions ---------------------------------------------------------------------------------------------------------
@@ -194,13 +189,10 @@ class Membership:
     launching: set[str] = field(default_factory=set)
     latest: Operation | None = None
     attempt: _Attempt | None = None
-    strikes: dict[str, int] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    suspicion: Suspicion = field(default_factory=Suspicion)
     num_operations: int = 0
     num_attempts: int = 0
     num_ranks: int = 0
-    num_tries: int = 0
-    is_unexplained: bool = False
 
     @property
     def operation(self) -> Operation | None:
@@ -316,8 +308,7 @@ class Membership:
         """A collective failed there. Without a death, the same members form anew a little later."""
         if epoch != self.epoch or rank_id not in self.members:
             return []
-        if rank_id not in self.left:
-            self.left.append(rank_id)
+        self.suspicion.has_left(rank_id)
         return self._epoch_broke("exchanges failed") if self.lives else []
 
     def rank_lost(self, rank_id: str) -> list[Action]:
@@ -328,7 +319,6 @@ class Membership:
         if not known:
             return []
         if rank_id in self.members:
-            self.strikes = {}  # whatever failed lately, this is a better reason
             self.members = tuple(each for each in self.members if each != rank_id)
             return self._epoch_broke()
         if operation is None or rank_id not in operation.newcomers:
@@ -358,7 +348,7 @@ class Membership:
                     return self._settle(operation)
                 return self._epoch_broke("the ranks did not begin their epoch in time")
             case "calm" if number == self.epoch and self.lives:
-                self.strikes, self.num_tries = {}, 0
+                self.suspicion.is_calm()
         return []
 
     # ---- inside ------------------------------------------------------------------------------------------------------
@@ -403,7 +393,7 @@ class Membership:
         gone = [rank for rank in self.members if rank not in attempt.members]
         self.epoch += 1
         self.members, self.lives = attempt.members, True
-        self.left, self.is_unexplained = [], False
+        self.suspicion.epoch_begins()
         self._drop(gone)
         if operation.origin == "user":
             self.desired_size = operation.size
@@ -425,13 +415,8 @@ class Membership:
         assert operation is not None
         if operation.origin in PLANNED:
             return self._roll_back(operation, error)
-        self._strike(suspects, PREPARE_STRIKES)
-        return [*self._forget_attempt(), self._try_later(operation)]
-
-    def _try_later(self, operation: Operation) -> SetTimer:
-        wait_s = min(MAX_REFORM_S, REFORM_S * 2**self.num_tries)
-        self.num_tries += 1
-        return SetTimer("reform", operation.number, wait_s)
+        self.suspicion.could_not_prepare(suspects)
+        return [*self._forget_attempt(), SetTimer("reform", operation.number, self.suspicion.next_wait_s())]
 
     def _forget_attempt(self) -> list[Action]:
         """What was being prepared is not going to be committed."""
@@ -458,7 +443,7 @@ class Membership:
     def _drop(self, rank_ids: Sequence[str]) -> None:
         self.loaded -= set(rank_ids)
         self.launching -= set(rank_ids)
-        self.strikes = {rank: strikes for rank, strikes in self.strikes.items() if rank not in rank_ids}
+        self.suspicion.drop(rank_ids)
 
     def _epoch_broke(self, error: str | None = None) -> list[Action]:
         """Its members cannot step together any more: the survivors form the next epoch. Without an `error` one died.
@@ -469,7 +454,8 @@ class Membership:
         actions: list[Action] = []
         if self.lives:
             actions.append(Abandon(self.epoch, self.members))
-        self.lives, self.is_unexplained = False, error is not None
+        self.lives = False
+        self.suspicion.epoch_broke(by_death=error is None)
         if operation is not None and operation.phase == "settling":
             self.attempt = None  # it was committed; what comes now is a failure of the new epoch
             operation.phase = "done"
@@ -484,31 +470,17 @@ class Membership:
             failure.size = self._least_size
             actions += self._launch_missing(failure)
         # Give news of more deaths the time to arrive: an attempt with a dead member would only cost its time limit.
-        actions.append(self._try_later(failure) if error else SetTimer("reform", failure.number, 0.0))
-        return actions
+        wait_s = self.suspicion.next_wait_s() if error else 0.0
+        return [*actions, SetTimer("reform", failure.number, wait_s)]
 
     @property
     def _least_size(self) -> int:
         """Of the epoch that follows a failure."""
         return max(len(self.members), self.min_size) if self.members else self.desired_size
 
-    # ---- who keeps failing -------------------------------------------------------------------------------------------
-
-    def _strike(self, suspects: Sequence[str], weight: int) -> None:
-        for rank in suspects:
-            self.strikes[rank] = self.strikes.get(rank, 0) + weight
-
     def _remove_suspects(self, operation: Operation) -> list[Action]:
-        """Before another try: if somebody has kept the others from stepping too often, go on without it.
-
-        Of an epoch that broke without a death, those are to blame who are still in its step, or else who left it first:
-        its connection was the one that failed.
-        """
-        if self.is_unexplained:
-            self.is_unexplained = False
-            stuck = [rank for rank in self.members if rank not in self.left]
-            self._strike(stuck or self.left[:1], BROKEN_STRIKES)
-        suspects = [rank for rank, strikes in self.strikes.items() if strikes >= MAX_STRIKES]
+        """Before another try: if somebody has kept the others from stepping too often, go on without it."""
+        suspects = self.suspicion.who_has_to_go(self.members)
         if not suspects:
             return []
         operation.phase = "failed"

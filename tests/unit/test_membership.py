@@ -14,14 +14,13 @@ from membership_state import Budget, Event, Request
 
 from nobiru.elastic.membership import (
     APPLY_TIMEOUT_S,
-    MAX_REFORM_S,
-    REFORM_S,
     Forget,
     Launch,
     Membership,
     SetTimer,
     Stop,
 )
+from nobiru.elastic.suspicion import MAX_REFORM_S, REFORM_S
 
 
 def settled(world: World, seed: int = 0, max_events: int = 20000) -> World:
@@ -206,9 +205,9 @@ def test_who_misses_others_is_not_to_blame() -> None:
     machine.rank_suspended("r1", 1)
     assert machine.operation is not None
     machine.timer("reform", machine.operation.number)
-    before = machine.strikes.get("r1", 0)
+    before = machine.suspicion.strikes.get("r1", 0)
     machine.rank_prepared("r0", machine.num_attempts, "nobody came", missed_others=True)
-    assert machine.strikes["r1"] == before + 1
+    assert machine.suspicion.strikes["r1"] == before + 1
 
 
 def test_when_only_one_is_left_and_fails_too_the_group_is_launched_anew() -> None:
