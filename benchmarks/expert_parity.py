@@ -1,13 +1,18 @@
 """Texts of a Mixture-of-Experts model spread over ranks, against `transformers`, and what many requests leave behind.
 
-    python benchmarks/expert_parity.py MODEL_FOLDER [--layouts dp1,dp2,dp4,tp2,dp2tp2] [--prompts 16] [--tokens 48]
-    python benchmarks/expert_parity.py MODEL_FOLDER --aborts 500
+    python -m benchmarks.expert_parity MODEL_FOLDER [--layouts dp1,dp2,dp4,tp2,dp2tp2] [--prompts 16] [--tokens 48]
+    python -m benchmarks.expert_parity MODEL_FOLDER --aborts 500
 
 For each layout a `nobiru serve` is started in float32: N data-parallel ranks of T workers, experts spread over them.
 Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray`. Prompts are
 sent all at once, twice. Every chosen token must be the reference's best on the same text, or within 1e-3 of it, and its
-log-probability within 1e-4. With `--aborts` so many requests are sent over some seconds, and two fifths of the clients
-leave in the middle; the others' texts must be those of an undisturbed run, and no KV block or process may be left.
+log-probability within 1e-4. A file `expected.json` beside the folder that has the model's name adds its prompt, whose
+text has to be the one that is written there. With `--work-dir` the reference and results are kept in that folder, and
+layouts that have agreed are not run again, so a long list may be run in pieces.
+
+With `--aborts` so many requests are sent over some seconds, and two fifths of the clients leave in the middle; the
+others' texts must be those of an undisturbed run, and no KV block may be left. In the end the server is killed, by
+SIGKILL, under load, and no process may be left.
 
 The last line is JSON; the exit code is 0 if everything agrees.
 """
@@ -31,12 +36,13 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.generate_parity import compare, load_reference, make_prompts, reference_texts
+from benchmarks.generate_parity import Reference, compare, load_reference, make_prompts, reference_texts
 from nobiru import CompletionOutput, RequestOutput
 from nobiru.generation import SampledToken
 
 LAYOUTS = "dp1,dp2,dp4,dp2+red2,dp4+red2,dp2+red2+eplb,dp4+eplb"
 READY_TIMEOUT_S = 180.0
+GONE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +71,10 @@ class Layout:
 
 
 class Server:
-    """A started `nobiru serve`; ended, and checked to be gone, at the end of its block."""
+    """A started `nobiru serve`; ended by a signal, and checked to be gone, at the end of its block."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, folder: Path, arguments: list[str], *, end: signal.Signals = signal.SIGTERM) -> None:
+        self._end = end
         command = [sys.executable, "-m", "nobiru", "serve", str(folder), "--port", "0", "--dtype", "float32"]
         self.process = subprocess.Popen(
             [*command, "--kv-cache-memory-bytes", "200000000", *arguments],
@@ -77,6 +84,7 @@ class Server:
         )
         self.log: list[str] = []
         self.url = ""
+        self.num_gone = 0
 
     async def __aenter__(self) -> Server:
         assert self.process.stderr is not None
@@ -102,26 +110,42 @@ class Server:
             self.log.append(line)
 
     async def __aexit__(self, *error: object) -> None:
-        pids = await self.pids()
-        self.process.send_signal(signal.SIGTERM)
+        pids = [rank["pid"] for rank in (await self.status())["ranks"]]
+        pids += [pid for pid in descendants(self.process.pid) if pid not in pids and "nobiru" in command_of(pid)]
+        self.process.send_signal(self._end)
         try:
             code = await asyncio.to_thread(self.process.wait, 60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise SystemExit("the server did not end within 60 s of SIGTERM") from None
+            raise SystemExit(f"the server did not end within 60 s of {self._end.name}") from None
         await self._drain
-        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        if code != 0 or left:
+        deadline_s = time.monotonic() + GONE_TIMEOUT_S
+        while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+        if code != (0 if self._end == signal.SIGTERM else -self._end) or left:
             raise SystemExit(f"the server ended with {code} and left processes {left}")
-
-    async def pids(self) -> list[int]:
-        async with httpx.AsyncClient() as client:
-            return [rank["pid"] for rank in (await client.get(f"{self.url}/elastic/status")).json()["ranks"]]
+        self.num_gone = len(pids)
 
     async def status(self) -> dict[str, Any]:
         async with httpx.AsyncClient() as client:
             answer: dict[str, Any] = (await client.get(f"{self.url}/elastic/status")).json()
         return answer
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    found = []
+    for path in Path("/proc").glob(f"{pid}/task/*/children"):
+        for child in map(int, path.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 async def complete(client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int) -> RequestOutput:
@@ -145,19 +169,65 @@ async def complete(client: httpx.AsyncClient, url: str, prompt: list[int], num_t
     return RequestOutput(prompt=None, prompt_token_ids=prompt, outputs=[output])
 
 
-async def run_layout(folder: Path, layout: Layout, reference: Any, model: Any) -> dict[str, Any]:
+class WorkDir:
+    """What was computed before: the reference of a model, and the results of layouts that agreed with it."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self._reference = None if folder is None else folder / f"{name}-reference.json"
+        self._results = None if folder is None else folder / f"{name}-results.json"
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def reference(self, model: Any, prompts: list[list[int]], num_tokens: int) -> Reference:
+        """That of exactly these prompts."""
+        if self._reference is not None and self._reference.exists():
+            kept = Reference(**json.loads(self._reference.read_text()))
+            if kept.prompts == prompts and len(kept.tokens[0]) == num_tokens:
+                return kept
+        reference = reference_texts(model, prompts, num_tokens)
+        if self._reference is not None:
+            self._reference.write_text(json.dumps({"prompts": reference.prompts, "tokens": reference.tokens}))
+        return reference
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """By layout."""
+        if self._results is None or not self._results.exists():
+            return {}
+        results: dict[str, dict[str, Any]] = json.loads(self._results.read_text())
+        return results
+
+    def keep(self, result: dict[str, Any]) -> None:
+        if self._results is not None and result["ok"]:
+            self._results.write_text(json.dumps({**self.results(), result["layout"]: result}, indent=1))
+
+
+def expected_text(folder: Path) -> tuple[list[int], list[int]] | None:
+    """The prompt and greedy text that `expected.json` beside the model has for it."""
+    path = folder.resolve().parent / "expected.json"
+    known = json.loads(path.read_text()).get(folder.resolve().name) if path.exists() else None
+    return (known["prompt_token_ids"], known["greedy_token_ids"]) if known else None
+
+
+async def run_layout(
+    folder: Path, layout: Layout, reference: Reference, model: Any, expected: list[int] | None
+) -> dict[str, Any]:
     started_s = time.perf_counter()
     async with Server(folder, layout.arguments) as server, httpx.AsyncClient() as client:
         num_tokens = len(reference.tokens[0])
         agreements = []
+        as_expected = True
         for _ in range(2):
             work = [complete(client, server.url, prompt, num_tokens) for prompt in reference.prompts]
-            agreements.append(compare(layout.name, await asyncio.gather(*work), reference, model))
+            outputs = await asyncio.gather(*work)
+            agreements.append(compare(layout.name, outputs, reference, model))
+            first = outputs[0].outputs[0].token_ids
+            as_expected = as_expected and (expected is None or first == expected[:num_tokens])
         placement = (await server.status()).get("placement", {})
     return {
         "layout": layout.name,
-        "ok": all(each.ok for each in agreements),
+        "ok": as_expected and all(each.ok for each in agreements),
         "equal_texts": [each.num_equal_texts for each in agreements],
+        "as_expected": None if expected is None else as_expected,
         "near_ties": [each.num_excused for each in agreements],
         "worst_gap": max(each.worst_gap for each in agreements),
         "worst_logprob": max(each.worst_logprob for each in agreements),
@@ -171,10 +241,8 @@ async def run_layout(folder: Path, layout: Layout, reference: Any, model: Any) -
 async def run_aborts(folder: Path, layout: Layout, prompts: list[list[int]], count: int, tokens: int) -> dict[str, Any]:
     """Many requests, of which two fifths are abandoned by their clients."""
     chance = random.Random(0)
-    async with (
-        Server(folder, layout.arguments) as server,
-        httpx.AsyncClient(limits=httpx.Limits(max_connections=64)) as client,
-    ):
+    server = Server(folder, layout.arguments, end=signal.SIGKILL)
+    async with server, httpx.AsyncClient(limits=httpx.Limits(max_connections=64)) as client:
         alone = [(await complete(client, server.url, prompt, tokens)).outputs[0].token_ids for prompt in prompts]
         wrong = 0
 
@@ -194,24 +262,32 @@ async def run_aborts(folder: Path, layout: Layout, prompts: list[list[int]], cou
 
         async with asyncio.timeout(600):
             await asyncio.gather(*(one(number) for number in range(count)))
-        usage = 1.0
-        for _ in range(100):
-            found = re.search(
-                r"^nobiru_kv_cache_usage_ratio (\S+)", (await client.get(f"{server.url}/metrics")).text, re.M
-            )
-            usage = float(found[1]) if found else 1.0
-            if usage == 0.0:
-                break
-            await asyncio.sleep(0.1)
+        usage = await _kv_usage(client, server.url)
         epoch = (await server.status())["epoch"]
+        last = [asyncio.create_task(complete(client, server.url, prompt, tokens)) for prompt in prompts]
+        await asyncio.sleep(0.3)
+    await asyncio.gather(*last, return_exceptions=True)  # the server was killed
     return {
         "layout": layout.name,
         "requests": count,
         "wrong": wrong,
         "kv_usage": usage,
         "epoch": epoch,
+        "processes_gone": server.num_gone,
         "ok": wrong == 0 and usage == 0.0,
     }
+
+
+async def _kv_usage(client: httpx.AsyncClient, url: str) -> float:
+    """The share of KV blocks that are held; when all requests have ended, it falls to 0 within moments."""
+    usage = 1.0
+    for _ in range(100):
+        found = re.search(r"^nobiru_kv_cache_usage_ratio (\S+)", (await client.get(f"{url}/metrics")).text, re.M)
+        usage = float(found[1]) if found else 1.0
+        if usage == 0.0:
+            break
+        await asyncio.sleep(0.1)
+    return usage
 
 
 def main() -> int:
@@ -221,6 +297,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--aborts", type=int, default=0)
+    parser.add_argument("--work-dir", type=Path)
     options = parser.parse_args()
     import transformers
 
@@ -233,10 +310,19 @@ def main() -> int:
             asyncio.run(run_aborts(options.model, each, prompts, options.aborts, options.tokens)) for each in layouts
         ]
     else:
+        work_dir = WorkDir(options.work_dir, options.model.name)
         model = load_reference(options.model)
-        reference = reference_texts(model, prompts, options.tokens)
+        expected = expected_text(options.model)
+        if expected is not None:
+            prompts.insert(0, expected[0])
+        reference = work_dir.reference(model, prompts, options.tokens)
         for layout in layouts:
-            results.append(asyncio.run(run_layout(options.model, layout, reference, model)))
+            if (result := work_dir.results().get(layout.name)) is None:
+                result = asyncio.run(
+                    run_layout(options.model, layout, reference, model, None if expected is None else expected[1])
+                )
+                work_dir.keep(result)
+            results.append(result)
             print(results[-1], file=sys.stderr, flush=True)
     table = Table(*results[0], title=options.model.name)
     for each in results:

@@ -1,11 +1,14 @@
 """What this machine gives the process: processor cores, instruction sets, memory.
 
-Owns reading `/proc` and the control groups (cgroup v1 and v2) of Linux; on other systems, or where a file is missing,
-the answers are those of the whole machine. Knows nothing of torch and of how many threads anyone starts.
+Owns reading `/proc` and the control groups (cgroup v1 and v2) of Linux, and asking it for huge pages; on other systems,
+or where a file is missing, the answers are those of the whole machine. Knows nothing of torch and of how many threads
+anyone starts.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from typing import TypeVar
 
 _Number = TypeVar("_Number", int, float)
 ROOT = Path("/")
+_HUGE_PAGE_BYTES = 2**21
 _UNLIMITED_BYTES = 2**60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -51,6 +55,18 @@ def free_memory_bytes(root: Path = ROOT) -> int | None:
     """
     left = [_memory_left(folder) for folder in _cgroup_folders(root, "memory")]
     return _least([*left, parse_mem_available(_read(root / "proc/meminfo"))])
+
+
+def prefer_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask for huge pages in this memory, which nobody has written yet; nothing happens where there are none.
+
+    A weight matrix is read from end to end at every step, and looking up its small pages costs a third of the speed.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    first = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    size = (address + num_bytes - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if advice is not None and size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:

@@ -31,39 +31,28 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nobiru import LLM, SamplingParams
 
-SHAPES = {
-    "tiny": LlamaConfig(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    ),
-    "135m": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    ),
-    "1b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    ),
-}
 
+def llama(
+    *, vocab: int, hidden: int, intermediate: int, layers: int, heads: tuple[int, int], context: int
+) -> LlamaConfig:
+    """`heads` of queries, and of keys and values."""
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+    )
+
+
+SHAPES = {
+    "tiny": llama(vocab=1000, hidden=64, intermediate=128, layers=2, heads=(4, 2), context=1024),
+    "135m": llama(vocab=49152, hidden=576, intermediate=1536, layers=30, heads=(9, 3), context=2048),
+    "1b": llama(vocab=128256, hidden=2048, intermediate=8192, layers=16, heads=(32, 8), context=4096),
+}
 
 # Room for 256 streams of 192 tokens, whatever the machine has.
 KV_CACHE_BYTES = {"cuda": 4 << 30, "cpu": 2 << 30}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,3 +46,26 @@ async def text_of(stream: GenerationStream) -> list[int]:
 
 async def texts_of(client: ZmqClient, prompts: list[list[int]]) -> list[list[int]]:
     return await asyncio.gather(*(text_of(client.generate(generation(prompt))) for prompt in prompts))
+
+
+async def texts_with_aborts(
+    client: ZmqClient, expected: Sequence[list[int]], params: SamplingParams, *, count: int, within_s: float
+) -> None:
+    """So many requests for texts of `PROMPTS` begin at random moments; two fifths of them are given up at some token,
+    and the others' texts have to be those that are `expected`."""
+    chance = random.Random(0)
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(chance.random() * within_s)
+        stream = client.generate(generation(PROMPTS[number], params))
+        if chance.random() < 0.4:
+            num_tokens = chance.randint(0, 10)
+            async for _ in stream:
+                num_tokens -= 1
+                if num_tokens <= 0:
+                    break
+            stream.close()
+        else:
+            assert await text_of(stream) == expected[number]
+
+    await asyncio.gather(*(one(chance.randrange(len(PROMPTS))) for _ in range(count)))

@@ -1,9 +1,12 @@
 """Which expert is where, as the controller knows it, and how it is changed while the ranks serve.
 
-Owns the committed placement, its version, and the stage in progress. Pure but for the observer: messages of ranks in,
-orders to all ranks out. When and what to move is `nobiru.parallel.balancer`'s.
+Owns the committed placement, its version, and the stage in progress. Messages of ranks in, orders to all ranks out;
+pure but for the observer and the thread of a search. When and what to move is `nobiru.parallel.balancer`'s.
 
 In a placement, a "rank" is a worker of a rank, in the order of ranks, then workers.
+
+This is called on the server's event loop, which serves requests, and looking for a better placement takes seconds for a
+model of many experts. So that runs in a thread; what it has found is taken up when a rank next reports its load.
 
 A stage is committed when every rank has switched to it. Until then the placement before is the one a new epoch would
 begin with: its slots hold what they did, on all ranks, because a stage only fills slots that it leaves empty.
@@ -12,7 +15,9 @@ begin with: its slots hold what they did, on all ranks, because a stage only fil
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +25,7 @@ import numpy as np
 from nobiru.config import EngineConfig
 from nobiru.elastic.planner import MembershipPlan, Slots, plan_membership
 from nobiru.engine.messages import ExpertLoads, Inventory, Moved, MoveExperts, Switched, Vacate
-from nobiru.parallel.balancer import Balancer, BalancerConfig, Stage
+from nobiru.parallel.balancer import Balancer, BalancerConfig, Search, Stage
 from nobiru.parallel.placement import Placement, balancedness, rank_loads
 
 logger = logging.getLogger(__name__)
@@ -49,6 +54,7 @@ class ExpertBalance:
         self._placement: Placement | None = None
         self._balancer: Balancer | None = None
         self._stage: Stage | None = None
+        self._found: Future[Sequence[Stage]] | None = None  # of a search that runs, or has ended
         self._switched: set[int] = set()
         self._may_move = False
         self._held: dict[str, Slots] = {}
@@ -189,8 +195,13 @@ class ExpertBalance:
     def _next_stage(self) -> list[Order]:
         if not self._may_move or self._stage is not None or self._balancer is None or self._placement is None:
             return []
+        if self._found is not None and self._found.done():
+            found, self._found = self._found.result(), None
+            self._balancer.follow(found, self._placement)
         self._stage = self._balancer.next_stage(self._placement)
         if self._stage is None:
+            if self._found is None and (search := self._balancer.search(self._placement)) is not None:
+                self._found = _in_thread(search)
             return []
         self._switched = set()
         slots = self._stage.after.slots
@@ -231,3 +242,17 @@ class ExpertBalance:
             self._num_rebalances = self._balancer.num_rebalances
             self._observer.experts_moved(num_bytes=0, num_rebalances=1)
         return [Vacate(version=self.version), *self._next_stage()]
+
+
+def _in_thread(search: Search) -> Future[Sequence[Stage]]:
+    """The outcome, or the error, of a search that a thread runs. Nobody waits for it, not even the process' end."""
+    future: Future[Sequence[Stage]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(search())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rebalance", daemon=True).start()
+    return future

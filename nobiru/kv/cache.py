@@ -106,7 +106,9 @@ def allocate_cache(shape: CacheShape, num_blocks: int, device: torch.device) -> 
         if device.type == "cpu":
             # NumPy takes zeros from the operating system; torch would write, and so occupy, every page.
             num_bytes = int(np.prod(per_layer)) * shape.dtype.itemsize
-            memory = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(shape.dtype).view(per_layer)
+            zeros = np.zeros(num_bytes, dtype=np.uint8)
+            machine.prefer_huge_pages(zeros.ctypes.data, num_bytes)
+            memory = torch.from_numpy(zeros).view(shape.dtype).view(per_layer)
         else:
             memory = torch.zeros(per_layer, dtype=shape.dtype, device=device)
         caches.append(LayerCache(keys_NSKD=memory[0], values_NSKD=memory[1]))

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nobiru import machine
 from nobiru.layers.activation import Activation
 from nobiru.ops.native.library import Kernels, load_kernels
 from nobiru.ops.scratch import Buffer
@@ -35,8 +34,6 @@ class Linear(Protocol):
 
 # oneDNN chooses the arrangement of weights for about this many tokens; others work too.
 _PACK_FOR_TOKENS = 512
-# Beyond this many rows, matrix units (AMX), which only oneDNN uses, are faster than kernels of our own.
-_FEW_ROWS = 16
 
 
 def make_linear(
@@ -49,10 +46,7 @@ def make_linear(
     kernels = load_kernels() if natively and weight_OI.device.type == "cpu" else None
     if kernels is None or not (weight_OI.dtype == torch.float32 or _fits_pairs(weight_OI, kernels)):
         return _make_linear(weight_OI, bias_O, activation)
-    many = None
-    if weight_OI.dtype == torch.bfloat16 and "amx_bf16" in machine.cpu_flags():
-        many = _make_linear(weight_OI, bias_O, activation)
-    return NativeLinear(kernels, weight_OI, bias_O, activation, many)
+    return NativeLinear(kernels, weight_OI, bias_O, activation)
 
 
 def _fits_pairs(weight_OI: Tensor, kernels: Kernels) -> bool:
@@ -105,29 +99,20 @@ class PackedLinear:
 
 
 class NativeLinear:
-    """The kernels of `nobiru.ops.native`; with `many`, only for few rows."""
+    """The kernels of `nobiru.ops.native`."""
 
     def __init__(
-        self,
-        kernels: Kernels,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-        activation: Activation | None,
-        many: Linear | None,
+        self, kernels: Kernels, weight_OI: Tensor, bias_O: Tensor | None, activation: Activation | None
     ) -> None:
         self._kernels = kernels
         self._activation = activation
-        self._many = many
         in_pairs = weight_OI.dtype == torch.bfloat16
         halved_OI = weight_OI.to(torch.bfloat16)
         stored_OI = halved_OI if in_pairs or torch.equal(halved_OI.to(weight_OI.dtype), weight_OI) else weight_OI
         self._weight = kernels.pack(stored_OI, bias_O, in_pairs=in_pairs)
 
     def __call__(self, x_TI: Tensor, buffer: Buffer | None = None) -> Tensor:
-        num_rows = x_TI.shape[0]
-        if self._many is not None and num_rows > _FEW_ROWS:
-            return self._many(x_TI, buffer)
-        shape = num_rows, self._weight.num_out
+        shape = x_TI.shape[0], self._weight.num_out
         y_TO = torch.empty(shape, dtype=x_TI.dtype) if buffer is None else buffer.take(*shape, dtype=x_TI.dtype)
         self._kernels.linear(x_TI, self._weight, y_TO)
         return y_TO if self._activation is None else self._activation.apply(y_TO)

@@ -25,11 +25,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nobiru import machine
 from nobiru.layers.activation import Activation, gated_product
 from nobiru.layers.decoder_block import FeedForward
 from nobiru.layers.routing import Router
 from nobiru.ops.grouped_gemm import RowGroups, choose_layout, gathered_sum
 from nobiru.ops.scratch import Scratch
+
+# Experts that take less leave their slots' pages small, so that an empty slot takes nothing of a neighbour's.
+_LARGE_ROW_BYTES = 2**22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +187,8 @@ class _PagedMemory:
         if device.type == "cpu":
             self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory = torch.frombuffer(self._pages, dtype=torch.uint8)
+            if self._row_bytes >= _LARGE_ROW_BYTES:
+                machine.prefer_huge_pages(memory.data_ptr(), size)
         else:
             memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self.rows = memory.view(num_rows, self._row_bytes)

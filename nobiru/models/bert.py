@@ -5,12 +5,14 @@ Architecture: Devlin et al. 2018, https://arxiv.org/abs/1810.04805. The rest as 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, read_stack
-from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
-from nobiru.models.weights import ModelWeights, Precision
+from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_block
+from nobiru.models.weights import Precision
 
 _NAMES = LayerNames(
     query="attention.self.query",
@@ -37,28 +39,13 @@ def load_roberta(folder: ModelFolder, precision: Precision, device: torch.device
 def _load(folder: ModelFolder, precision: Precision, device: torch.device, padding_id: int | None) -> StackEncoder:
     fields = ConfigFields(folder)
     config = read_stack(fields)
-    hidden = config.hidden_size
-    weights = ModelWeights(
-        folder.transformer_path,
-        anchor="embeddings.word_embeddings.weight",
-        roots=("embeddings", "encoder"),
-        precision=precision,
-        device=device,
+    weights, embeddings = open_stack(folder, fields, config, precision, device, layers="encoder")
+    types = weights.take(
+        "embeddings.token_type_embeddings.weight", fields.size("type_vocab_size", 2), config.hidden_size
     )
-    words_VC = weights.take_table("embeddings.word_embeddings.weight", fields.size("vocab_size"), hidden)
-    positions_PC = weights.take(
-        "embeddings.position_embeddings.weight", fields.size("max_position_embeddings", 512), hidden
-    )
-    types = weights.take("embeddings.token_type_embeddings.weight", fields.size("type_vocab_size", 2), hidden)
-    positions_PC += types[0]  # every token of a single text has type 0
+    embeddings.positions_PC.add_(types[0])  # every token of a single text has type 0
     encoder = StackEncoder(
-        Embeddings(
-            words_VC=words_VC,
-            positions_PC=positions_PC,
-            norm=read_norm(weights, "embeddings.LayerNorm", config),
-            first_position=0 if padding_id is None else padding_id + 1,
-            padding_id=padding_id,
-        ),
+        replace(embeddings, first_position=0 if padding_id is None else padding_id + 1, padding_id=padding_id),
         [read_block(weights, f"encoder.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)],
         config,
     )

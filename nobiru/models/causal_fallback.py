@@ -11,8 +11,7 @@ of one text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.spec import ModelFolder
-from nobiru.models.pretrained import brief, load_pretrained, quiet, register_attention
+from nobiru.models.attention_interface import AttentionCall, AttentionInterface
+from nobiru.models.pretrained import brief, hidden_of, load_pretrained, quiet
 from nobiru.models.weights import Precision
 from nobiru.ops.paged_attention import paged_attention
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
@@ -49,11 +49,12 @@ def load_causal_fallback(folder: ModelFolder, precision: Precision, device: torc
 class CausalFallback:
     """A decoder of `transformers` whose attention is that of `interface`. `head` is None for embedding models."""
 
+    is_native = False
     is_reentrant = False
     moe = None
 
     def __init__(
-        self, body: Any, head: _Head | None, interface: _AttentionInterface, shape: _CacheShape, vocab_size: int
+        self, body: Any, head: _Head | None, interface: AttentionInterface, shape: _CacheShape, vocab_size: int
     ) -> None:
         self.num_layers = shape.num_layers
         self.num_kv_heads = shape.num_kv_heads
@@ -68,8 +69,9 @@ class CausalFallback:
         self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
     ) -> Tensor:
         """Hidden states [T, C] behind the last norm; keys and values go into the cache."""
-        with self._interface.within(layout, cache):
-            return _hidden(
+        caches = iter(cache)
+        with self._interface.within(lambda call: _attend_cached(call, layout, next(caches))):
+            return hidden_of(
                 self._body(input_ids=token_ids_T[None], position_ids=layout.positions_T[None], use_cache=False)
             )[0]
 
@@ -77,6 +79,20 @@ class CausalFallback:
         """Hidden states [B, C] → scores [B, V] in float32."""
         assert self._head is not None, "an embedding model has no head"
         return self._head.logits(hidden_BC)
+
+
+def _attend_cached(call: AttentionCall, layout: PagedLayout, cache: LayerCache) -> Tensor:
+    """Keys and values go into a layer's cache, queries attend to it."""
+    return paged_attention(
+        call.query_THD,
+        call.key_TKD.to(cache.keys_NSKD.dtype),
+        call.value_TKD.to(cache.keys_NSKD.dtype),
+        cache,
+        layout,
+        scale=call.scale,
+        window=call.window,
+        softcap=call.softcap,
+    )
 
 
 class _Head:
@@ -129,63 +145,6 @@ class _CacheShape:
         return [LayerCache(keys_NSKD=zeros(), values_NSKD=zeros()) for _ in range(self.num_layers)]
 
 
-class _AttentionInterface:
-    """What `transformers` calls instead of its own attention functions; the calls of a step are its layers, in order.
-
-    Outside of a step it takes notes of what it is asked for.
-    """
-
-    def __init__(self) -> None:
-        self._layout: PagedLayout | None = None
-        self._caches: Iterator[LayerCache] = iter(())
-        self.shapes: list[torch.Size] = []
-        self.windows: set[int | None] = set()
-
-    @contextmanager
-    def within(self, layout: PagedLayout, cache: Sequence[LayerCache]) -> Iterator[None]:
-        """Attention calls in this block belong to the sequences of `layout`."""
-        self._layout, self._caches = layout, iter(cache)
-        try:
-            yield
-        finally:
-            self._layout = None
-
-    def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """q [1, H, T, D], k and v [1, K, T, D] → [1, T, H, D]. `sliding_window` w: itself and w - 1 tokens before."""
-        for name in ("position_bias", "s_aux"):
-            if options.get(name) is not None:
-                raise ValueError(f"attention with {name} cannot run over the KV cache")
-        if key.shape != value.shape:
-            raise ValueError("the cache takes no keys and values of different shapes")
-        if self._layout is None:
-            self.shapes.append(key.shape)
-            self.windows.add(sliding_window)
-            return torch.zeros_like(query).transpose(1, 2), None
-        cache = next(self._caches)
-        out_THD = paged_attention(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1).to(cache.keys_NSKD.dtype),
-            value[0].transpose(0, 1).to(cache.keys_NSKD.dtype),
-            cache,
-            self._layout,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=sliding_window,
-            softcap=softcap,
-        )
-        return out_THD[None], None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TrialRun:
     """The first step has all of a text but the last `num_left` tokens, each later one `num_later`."""
@@ -219,8 +178,8 @@ class _Trial:
     def outcome(self) -> CausalFallback:
         self._refuse_chunked_attention()
         expected = self._own_results()
-        interface = _AttentionInterface()
-        self._model.set_attn_implementation(register_attention(interface))
+        interface = AttentionInterface("over the KV cache", unsupported=("position_bias", "s_aux"))
+        interface.use_in(self._model)
         body = self._model.base_model  # of a model without a head, the model
         output_class, shape = self._measure(body, interface)
         head = _Head(self._model, output_class) if self._folder.task == "generate" else None
@@ -237,26 +196,33 @@ class _Trial:
                 output = self._model(input_ids=ids_L[None].to(self._device), use_cache=False)
             except Exception as error:
                 raise self._refusal(f"it does not run on token ids alone: {brief(error)}") from error
-            results.append((output.logits if self._folder.task == "generate" else _hidden(output))[0].float())
+            results.append((output.logits if self._folder.task == "generate" else hidden_of(output))[0].float())
         return results
 
-    def _measure(self, body: Any, interface: _AttentionInterface) -> tuple[type[Any], _CacheShape]:
+    def _measure(self, body: Any, interface: AttentionInterface) -> tuple[type[Any], _CacheShape]:
         """What the model's layers return, and what they ask of the cache."""
         ids_1L = self._texts[0][None].to(self._device)
+        calls: list[AttentionCall] = []
+
+        def note(call: AttentionCall) -> Tensor:
+            if call.key_TKD.shape != call.value_TKD.shape:
+                raise ValueError("the cache takes no keys and values of different shapes")
+            calls.append(call)
+            return torch.zeros_like(call.query_THD)
+
         try:
             positions_1L = torch.arange(ids_1L.shape[1], device=self._device)[None]
-            output = body(input_ids=ids_1L, position_ids=positions_1L, use_cache=False)
+            with interface.within(note):
+                output = body(input_ids=ids_1L, position_ids=positions_1L, use_cache=False)
         except Exception as error:
             raise self._refusal(f"with attention replaced, it fails with {brief(error)}") from error
-        if not interface.shapes:
+        if not calls:
             raise self._refusal("it has attention of its own")
-        _, num_kv_heads, _, head_size = interface.shapes[0]
-        if len(set(interface.shapes)) > 1:
+        _, num_kv_heads, head_size = calls[0].key_TKD.shape
+        if len({call.key_TKD.shape for call in calls}) > 1:
             raise self._refusal("its layers have keys of different shapes")
-        self._refuse_hidden_window(interface.windows)
-        shape = _CacheShape(
-            num_layers=len(interface.shapes), num_kv_heads=num_kv_heads, head_size=head_size, dtype=self._dtype
-        )
+        self._refuse_hidden_window({call.window for call in calls})
+        shape = _CacheShape(num_layers=len(calls), num_kv_heads=num_kv_heads, head_size=head_size, dtype=self._dtype)
         return type(output), shape
 
     def _results(self, decoder: CausalFallback, shape: _CacheShape, run: _TrialRun) -> list[Tensor]:
@@ -330,8 +296,3 @@ class _Trial:
         return ModelFolderError(
             f"{file}: field 'model_type' is {self._folder.model_type!r}, a decoder that cannot be served: {reason}"
         )
-
-
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output.last_hidden_state
-    return hidden

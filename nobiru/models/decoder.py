@@ -38,6 +38,7 @@ from nobiru.layers.sharding import (
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
 from nobiru.models.moe import MoeConfig, MoeParts, SlotChoice, load_moe
 from nobiru.models.weights import ModelWeights, Precision
+from nobiru.ops.native.library import kernels_for
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
 
@@ -114,6 +115,12 @@ class Decoder:
         self._head = head
         self.moe = moe
         self._is_whole = group is None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether what takes time is done by kernels of our own, with their own threads."""
+        kernels = kernels_for(self._norm.weight_C)
+        return kernels is not None and (self.dtype == torch.float32 or kernels.multiplies_pairs)
 
     @property
     def is_reentrant(self) -> bool:

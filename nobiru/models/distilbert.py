@@ -6,8 +6,8 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, StackConfig
-from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
-from nobiru.models.weights import ModelWeights, Precision
+from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_block
+from nobiru.models.weights import Precision
 
 _NAMES = LayerNames(
     query="attention.q_lin",
@@ -26,21 +26,7 @@ def load_distilbert(folder: ModelFolder, precision: Precision, device: torch.dev
     """The encoder of a DistilBERT folder; `ModelFolderError` names what cannot be honoured."""
     fields = ConfigFields(folder)
     config = _read_config(fields)
-    hidden = config.hidden_size
-    weights = ModelWeights(
-        folder.transformer_path,
-        anchor="embeddings.word_embeddings.weight",
-        roots=("embeddings", "transformer"),
-        precision=precision,
-        device=device,
-    )
-    embeddings = Embeddings(
-        words_VC=weights.take_table("embeddings.word_embeddings.weight", fields.size("vocab_size"), hidden),
-        positions_PC=weights.take(
-            "embeddings.position_embeddings.weight", fields.size("max_position_embeddings", 512), hidden
-        ),
-        norm=read_norm(weights, "embeddings.LayerNorm", config),
-    )
+    weights, embeddings = open_stack(folder, fields, config, precision, device, layers="transformer")
     blocks = [read_block(weights, f"transformer.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)]
     weights.finish()
     return StackEncoder(embeddings, blocks, config)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.spec import ModelFolder
-from nobiru.models.pretrained import brief, load_pretrained, quiet, register_attention
+from nobiru.models.attention_interface import AttentionCall, AttentionInterface
+from nobiru.models.pretrained import brief, hidden_of, load_pretrained, quiet
 from nobiru.models.weights import Precision
 from nobiru.ops.layout import PackedLayout, plan_groups
 from nobiru.ops.packed_attention import attention_path, packed_attention
@@ -82,15 +83,19 @@ class GroupedFallback:
 
 
 class PackedFallback:
-    """One row [1, T] with explicit positions from `first_position`; attention is that of `interface`."""
+    """One row [1, T] with explicit positions from `first_position`; the model's attention goes through `interface`.
+
+    `num_calls` counts its calls in the last forward pass.
+    """
 
     is_reentrant = False
 
-    def __init__(self, model: Any, interface: _AttentionInterface, *, first_position: int) -> None:
+    def __init__(self, model: Any, interface: AttentionInterface, *, first_position: int) -> None:
         self._model = model
         self._interface = interface
         self._first_position = first_position
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+        self.num_calls = 0
         self.attention = "packed"
 
     def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
@@ -99,55 +104,18 @@ class PackedFallback:
         # Types are given too: a table of them inside the model is only as long as its longest sequence.
         types = {"token_type_ids": torch.zeros_like(ids_1T)} if self._takes_types else {}
         positions_1T = (layout.positions_T + self._first_position)[None]
-        with self._interface.within(layout):
-            return _hidden(self._model(input_ids=ids_1T, position_ids=positions_1T, **types))[0]
-
-
-class _AttentionInterface:
-    """What `transformers` calls instead of its own attention functions."""
-
-    def __init__(self) -> None:
-        self._layout: PackedLayout | None = None
         self.num_calls = 0
-        self.path = ""
+        with self._interface.within(partial(self._attend, layout)):
+            return hidden_of(self._model(input_ids=ids_1T, position_ids=positions_1T, **types))[0]
 
-    @contextmanager
-    def within(self, layout: PackedLayout) -> Iterator[None]:
-        """Attention calls in this block belong to sequences at the places of `layout`."""
-        self._layout, self.num_calls = layout, 0
-        try:
-            yield
-        finally:
-            self._layout = None
-
-    def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """q [1, H, T, D], k and v [1, K, T, D] → [1, T, H, D]. `sliding_window` w: |i - j| < w, as flash attention."""
-        assert self._layout is not None, "called outside of a forward pass"
-        for name in ("position_bias", "softcap", "s_aux"):
-            if options.get(name) is not None:
-                raise ValueError(f"attention with {name} does not run packed")
+    def _attend(self, layout: PackedLayout, call: AttentionCall) -> Tensor:
         self.num_calls += 1
-        head_size = query.shape[-1]
-        self.path = attention_path(query.device, query.dtype, head_size)
-        out_THD = packed_attention(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            self._layout,
-            scale=head_size**-0.5 if scaling is None else scaling,
-            window=None if sliding_window is None else sliding_window - 1,
-        )
-        return out_THD[None], None
+        query_THD = call.query_THD
+        path = attention_path(query_THD.device, query_THD.dtype, query_THD.shape[-1])
+        self.attention = f"{path}, layers of transformers"
+        # In encoders the window is |i - j| < w, as flash attention has it.
+        window = None if call.window is None else call.window - 1
+        return packed_attention(query_THD, call.key_TKD, call.value_TKD, layout, scale=call.scale, window=window)
 
 
 class _Trial:
@@ -208,18 +176,17 @@ class _Trial:
     def _packed_or_reason(self, alone: Mapping[int, Tensor]) -> PackedFallback | str:
         """The model packed, with its attention replaced by ours, or why that does not work (and nothing replaced)."""
         own_name = self._model.config._attn_implementation
-        interface = _AttentionInterface()
-        self._model.set_attn_implementation(register_attention(interface))
+        interface = AttentionInterface("packed", unsupported=("position_bias", "softcap", "s_aux"))
+        interface.use_in(self._model)
         reason = ""
         # Tables of positions begin at 0, or behind the padding id as in RoBERTa.
         for first_position in (0, self._padding_id + 1):
             packed = PackedFallback(self._model, interface, first_position=first_position)
             reason = self._difference(packed, alone)
-            if not interface.num_calls:
+            if not packed.num_calls:
                 reason = "the architecture has attention of its own"
                 break
             if not reason:
-                packed.attention = f"{interface.path}, layers of transformers"
                 return packed
         self._model.set_attn_implementation(own_name)
         return reason
@@ -258,12 +225,7 @@ class _Trial:
 
 
 def _run(model: Any, ids_nL: Tensor, mask_nL: Tensor) -> Tensor:
-    return _hidden(model(input_ids=ids_nL, attention_mask=mask_nL))
-
-
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output.last_hidden_state
-    return hidden
+    return hidden_of(model(input_ids=ids_nL, attention_mask=mask_nL))
 
 
 def _padding_id(folder: ModelFolder) -> int:

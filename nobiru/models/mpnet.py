@@ -9,14 +9,15 @@ Shape legend: H heads, M the model's limit of tokens.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, read_stack
-from nobiru.models.stack import Embeddings, LayerNames, StackEncoder, read_block, read_norm
-from nobiru.models.weights import ModelWeights, Precision
+from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_block
+from nobiru.models.weights import Precision
 
 _NAMES = LayerNames(
     query="attention.attn.q",
@@ -37,26 +38,11 @@ def load_mpnet(folder: ModelFolder, precision: Precision, device: torch.device) 
     """The encoder of an MPNet folder; `ModelFolderError` names what cannot be honoured."""
     fields = ConfigFields(folder)
     config = read_stack(fields)
-    hidden = config.hidden_size
     num_rows = fields.size("relative_attention_num_buckets", _NUM_BUCKETS)
     if num_rows < _NUM_BUCKETS:
         fields.refuse("relative_attention_num_buckets", f"at least {_NUM_BUCKETS} are needed")
-    weights = ModelWeights(
-        folder.transformer_path,
-        anchor="embeddings.word_embeddings.weight",
-        roots=("embeddings", "encoder"),
-        precision=precision,
-        device=device,
-    )
-    embeddings = Embeddings(
-        words_VC=weights.take_table("embeddings.word_embeddings.weight", fields.size("vocab_size"), hidden),
-        positions_PC=weights.take(
-            "embeddings.position_embeddings.weight", fields.size("max_position_embeddings", 512), hidden
-        ),
-        norm=read_norm(weights, "embeddings.LayerNorm", config),
-        first_position=_PADDING_ID + 1,
-        padding_id=_PADDING_ID,
-    )
+    weights, embeddings = open_stack(folder, fields, config, precision, device, layers="encoder")
+    embeddings = replace(embeddings, first_position=_PADDING_ID + 1, padding_id=_PADDING_ID)
     biases_RH = weights.take("encoder.relative_attention_bias.weight", num_rows, config.num_heads)
     blocks = [read_block(weights, f"encoder.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)]
     weights.finish()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from nobiru.folder.spec import ModelFolder
-from nobiru.layers.routing import SoftmaxRouter
 from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
-from nobiru.models.decoder import Decoder, load_decoder, read_decoder, read_linear
-from nobiru.models.moe import MoeConfig, SlotChoice, read_num_experts, read_top_k
-from nobiru.models.weights import ModelWeights, Precision
+from nobiru.models.decoder import Decoder, load_decoder, read_decoder
+from nobiru.models.moe import SlotChoice
+from nobiru.models.softmax_moe import read_softmax_moe
+from nobiru.models.weights import Precision
 
 
 def load_olmoe(
@@ -32,21 +32,6 @@ def load_olmoe(
     config = read_decoder(
         folder, qkv_bias=bias, out_bias=bias, qk_norm="projection", qkv_clip=clip, default_norm_eps=1e-5
     )
-    num_experts = read_num_experts(folder, fields, default=64)
-    top_k = read_top_k(fields, num_experts, default=8)
     normalizes = fields.flag("norm_topk_prob", False)
-
-    def read_router(weights: ModelWeights, prefix: str) -> SoftmaxRouter:
-        gate = read_linear(weights, f"{prefix}gate", num_experts, config.hidden_size, has_bias=False)
-        return SoftmaxRouter(gate=gate, top_k=top_k, normalizes=normalizes, rounds=True)
-
-    moe = MoeConfig(
-        num_experts=num_experts,
-        top_k=top_k,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        activation=config.activation,
-        layers=tuple(range(config.num_layers)),
-        read_router=read_router,
-    )
+    moe = read_softmax_moe(folder, fields, config, num_experts=64, top_k=8, normalizes=normalizes)
     return load_decoder(folder, config, precision, device, moe=moe, slots_LS=slots_LS, group=group)

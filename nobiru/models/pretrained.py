@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.spec import ModelFolder
@@ -62,20 +63,14 @@ def load_pretrained(folder: ModelFolder, precision: Precision) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def register_attention(function: Callable[..., Any]) -> str:
-    """The name under which a model of `transformers` finds this attention function.
-
-    It looks for names in a table of its own, so each function gets one that nobody else has.
-    """
-    from transformers import AttentionInterface
-
-    name = f"nobiru_{id(function):x}"
-    AttentionInterface.register(name, function)
-    return name
-
-
 def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+
+
+def hidden_of(output: Any) -> Tensor:
+    """The hidden states in what a model returns, behind its last layer."""
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
 @contextmanager

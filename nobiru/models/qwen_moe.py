@@ -12,11 +12,11 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.moe import SharedExpert
-from nobiru.layers.routing import SoftmaxRouter
 from nobiru.layers.sharding import TensorGroup
 from nobiru.models.config import DECODER_LIMITS, ConfigFields
-from nobiru.models.decoder import Decoder, DecoderConfig, load_decoder, read_decoder, read_linear, read_mlp
-from nobiru.models.moe import MoeConfig, SlotChoice, read_num_experts, read_top_k
+from nobiru.models.decoder import Decoder, DecoderConfig, load_decoder, read_decoder, read_mlp
+from nobiru.models.moe import MoeConfig, SlotChoice
+from nobiru.models.softmax_moe import read_softmax_moe
 from nobiru.models.weights import ModelWeights, Precision
 
 _DEFAULT_WINDOW = 4096
@@ -79,28 +79,21 @@ def _read_moe(
     intermediate_size: int,
 ) -> MoeConfig:
     """What both have in common; the numbers are the family's defaults."""
-    num_experts = read_num_experts(folder, fields, default=num_experts)
-    top_k = read_top_k(fields, num_experts, default=top_k)
-    normalizes = fields.flag("norm_topk_prob", False)
     step, dense = fields.size("decoder_sparse_step", 1), folder.config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         fields.refuse("mlp_only_layers", "a list of layers' numbers is expected")
     layers = tuple(layer for layer in range(config.num_layers) if layer not in dense and not (layer + 1) % step)
     if not layers:
         fields.refuse("decoder_sparse_step", "no layer has experts")
-
-    def read_router(weights: ModelWeights, prefix: str) -> SoftmaxRouter:
-        gate = read_linear(weights, f"{prefix}gate", num_experts, config.hidden_size, has_bias=False)
-        return SoftmaxRouter(gate=gate, top_k=top_k, normalizes=normalizes, rounds=True)
-
-    return MoeConfig(
+    return read_softmax_moe(
+        folder,
+        fields,
+        config,
         num_experts=num_experts,
         top_k=top_k,
-        hidden_size=config.hidden_size,
+        normalizes=fields.flag("norm_topk_prob", False),
         intermediate_size=fields.size("moe_intermediate_size", intermediate_size),
-        activation=config.activation,
         layers=layers,
-        read_router=read_router,
         read_shared=read_shared,
     )
 

@@ -58,6 +58,9 @@ class CausalModel(Protocol):
     def is_reentrant(self) -> bool: ...
 
     @property
+    def is_native(self) -> bool: ...
+
+    @property
     def moe(self) -> MoeParts | None: ...
 
     def forward(

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nobiru.folder.spec import ModelFolder
 from nobiru.layers.block import Norm, PostNormBlock
 from nobiru.layers.linear import Linear, make_linear
-from nobiru.models.config import StackConfig
-from nobiru.models.weights import ModelWeights
+from nobiru.models.config import ConfigFields, StackConfig
+from nobiru.models.weights import ModelWeights, Precision
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.packed_attention import attention_path
 from nobiru.ops.scratch import Scratch
@@ -90,6 +91,32 @@ class StackEncoder:
         for block in self._blocks:
             hidden_TC = block(hidden_TC, layout, scratch, self._bias_HMM)
         return hidden_TC
+
+
+def open_stack(
+    folder: ModelFolder,
+    fields: ConfigFields,
+    config: StackConfig,
+    precision: Precision,
+    device: torch.device,
+    *,
+    layers: str,
+) -> tuple[ModelWeights, Embeddings]:
+    """A folder's weights, with its layers behind the prefix `layers`, and the tables of words and positions in them."""
+    weights = ModelWeights(
+        folder.transformer_path,
+        anchor="embeddings.word_embeddings.weight",
+        roots=("embeddings", layers),
+        precision=precision,
+        device=device,
+    )
+    hidden_size, num_positions = config.hidden_size, fields.size("max_position_embeddings", 512)
+    embeddings = Embeddings(
+        words_VC=weights.take_table("embeddings.word_embeddings.weight", fields.size("vocab_size"), hidden_size),
+        positions_PC=weights.take("embeddings.position_embeddings.weight", num_positions, hidden_size),
+        norm=read_norm(weights, "embeddings.LayerNorm", config),
+    )
+    return weights, embeddings
 
 
 def read_norm(weights: ModelWeights, name: str, config: StackConfig) -> Norm:

@@ -2,7 +2,8 @@
 
 Owns the window of measured loads, the decision that a better placement is worth its moves, and the stages that lead
 there. Pure: told of steps, asked for the next stage; no clock, no tensors. Does not know how weights travel or when
-ranks switch their tables.
+ranks switch their tables. A search takes seconds for large models, so it is handed out as a function that may be called
+anywhere.
 
 A *stage* changes one layer. Its moves fill slots that are empty in the placement that serves; when they are done, and
 their checksums right, all ranks switch to the stage's placement, in which the new replicas serve and slots that are
@@ -14,8 +15,9 @@ Legend: L MoE layers, E logical experts, R ranks, S slots of a layer and rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,8 +82,13 @@ class LoadWindow:
             self.loads -= piece
 
 
+Search = Callable[[], Sequence[Stage]]
+
+
 class Balancer:
-    """Told of every step by `observe`; `next_stage` says what to do now, again and again until its `after` serves."""
+    """Told of every step by `observe`; `next_stage` says what to do now, again and again until its `after` serves. When
+    there is nothing to do, `search` may have something to compute, whose result is `follow`ed.
+    """
 
     def __init__(self, config: BalancerConfig, *, num_layers: int, num_experts: int) -> None:
         self.window = LoadWindow(num_layers, num_experts, config.window_steps)
@@ -96,7 +103,7 @@ class Balancer:
         self._num_steps += num_steps
 
     def next_stage(self, placement: Placement) -> Stage | None:
-        """The stage that leads on from `placement`, which serves now; None if it is good enough, or it is not time.
+        """The stage that leads on from `placement`, which serves now; None without a plan.
 
         A plan begun is followed to its end, unless somebody else changed the placement.
         """
@@ -104,29 +111,41 @@ class Balancer:
             self._stages.popleft()
         if self._stages and placement != self._stages[0].before:
             self._stages.clear()
-        if not self._stages and self._num_steps >= self._config.interval_steps:
-            self._num_steps = 0
-            self._stages.extend(self._plan(placement))
         return self._stages[0] if self._stages else None
+
+    def search(self, placement: Placement) -> Search | None:
+        """What finds a plan that leads on from `placement`; None if it is good enough, or it is not time.
+
+        The function is pure, and has all it needs: it may be called in a thread.
+        """
+        if self._num_steps < self._config.interval_steps:
+            return None
+        self._num_steps = 0
+        loads = self.window.loads.copy()
+        if balancedness(placement, loads) >= self._config.good_balancedness:
+            return None
+        return partial(_plan, placement, loads, self._config)
+
+    def follow(self, plan: Sequence[Stage], placement: Placement) -> None:
+        """Begin what a search has found, which may be nothing, or begin elsewhere than at `placement`, which serves."""
+        if plan and plan[0].before == placement:
+            self._stages = deque(plan)
+            self.num_rebalances += 1
 
     def abandon(self) -> None:
         """Forget the plan: a transfer failed, or the membership is about to change."""
         self._stages.clear()
 
-    def _plan(self, placement: Placement) -> Iterator[Stage]:
-        loads, config = self.window.loads, self._config
-        if balancedness(placement, loads) >= config.good_balancedness:
-            return
-        target = rebalance(
-            placement,
-            loads,
-            max_moves=config.max_moves,
-            num_redundant=config.num_redundant,
-            move_price=config.move_price,
-        )
-        if target != placement:
-            self.num_rebalances += 1
-            yield from stages(placement, target, max_moves=config.max_stage_moves)
+
+def _plan(placement: Placement, loads: NDArray[Any], config: BalancerConfig) -> Sequence[Stage]:
+    target = rebalance(
+        placement,
+        loads,
+        max_moves=config.max_moves,
+        num_redundant=config.num_redundant,
+        move_price=config.move_price,
+    )
+    return list(stages(placement, target, max_moves=config.max_stage_moves))
 
 
 def stages(current: Placement, target: Placement, *, max_moves: int) -> Iterator[Stage]:

@@ -172,9 +172,14 @@ def moves(old: Placement, new: Placement) -> list[Move]:
 
 def rank_loads(placement: Placement, loads: NDArray[Any]) -> NDArray[np.float64]:
     """The load of each rank, [L, R], when each expert's load (`loads` [L, E]) is shared equally by its replicas."""
-    held = placement.held()
-    share = np.asarray(loads, dtype=np.float64) / np.maximum(held.sum(axis=1), 1)
-    by_rank: NDArray[np.float64] = np.einsum("lre,le->lr", held, share)
+    layers, nowhere = np.arange(placement.num_layers), placement.num_experts
+    # Behind the experts stands what is in empty slots: nothing.
+    expert_LRS = np.where(placement.slots == EMPTY, nowhere, placement.slots)
+    numbered = expert_LRS + layers[:, None, None] * (nowhere + 1)
+    counts = np.bincount(numbered.ravel(), minlength=len(layers) * (nowhere + 1)).reshape(len(layers), -1)
+    share = np.zeros(counts.shape)
+    share[:, :nowhere] = np.asarray(loads, dtype=np.float64) / np.maximum(counts[:, :nowhere], 1)
+    by_rank: NDArray[np.float64] = share[layers[:, None, None], expert_LRS].sum(axis=2)
     return by_rank
 
 

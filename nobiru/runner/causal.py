@@ -30,6 +30,7 @@ from nobiru.layers.sharding import TensorGroup
 from nobiru.models.moe import MoeParts, SlotChoice
 from nobiru.models.registry import CausalModel, load_causal
 from nobiru.models.weights import Precision
+from nobiru.ops.native.threads import kernels_only
 from nobiru.ops.paged_attention import block_table_serves, paged_attention_path
 from nobiru.ops.paged_layout import LayerCache
 from nobiru.ops.scratch import Scratch
@@ -68,6 +69,10 @@ class _Computed:
     logits_BV: Tensor | None
     pooled: list[int]
     vectors: list[Vectors]
+
+
+# Each share reads all weights for itself, which from here on is little beside what it computes.
+_MIN_SHARE_TOKENS = 256
 
 
 class CausalRunner:
@@ -198,6 +203,10 @@ class CausalRunner:
 
         `InvalidRequestError` if a sequence is empty, too long or has unknown token ids; there are no results then.
         """
+        with self._threads_for_step():
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[CausalInput]) -> list[CausalOutput]:
         results: list[CausalOutput] = [None] * len(inputs)
         if not inputs:
             return results
@@ -215,7 +224,8 @@ class CausalRunner:
 
     def follow(self, inputs: Sequence[CausalInput]) -> None:
         """As `run`, for a worker that does not lead: its share of the step, without results."""
-        self._run_share(inputs, range(len(inputs)))
+        with self._threads_for_step():
+            self._run_share(inputs, range(len(inputs)))
 
     def describe(self) -> dict[str, str | int | float | bool | None]:
         """What the start line says: `dtype` is that of the weights, `compute_dtype` that of arithmetic."""
@@ -244,6 +254,10 @@ class CausalRunner:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
+    def _threads_for_step(self) -> AbstractContextManager[None]:
+        count = torch.get_num_threads()
+        return kernels_only(count) if self._model.is_native and count > 1 else nullcontext()
+
     def _run_shares(self, inputs: Sequence[CausalInput]) -> list[_Computed]:
         numbers = list(range(len(inputs)))
         if self._threads is not None and self._model.is_reentrant:
@@ -252,11 +266,15 @@ class CausalRunner:
                 self._threads.num_threads,
                 self._folder.hidden_size,
                 starts=[each.start for each in inputs],
-                min_share_tokens=0 if self._model.moe is None else self._model.moe.min_share_tokens,
+                min_share_tokens=self._min_share_tokens(),
             )
             if shares is not None:
                 return self._threads.map(lambda share: self._run_share(inputs, share), shares)
         return [self._run_share(inputs, numbers)]
+
+    def _min_share_tokens(self) -> int:
+        for_weights = _MIN_SHARE_TOKENS if self._model.is_native else 0
+        return for_weights if self._model.moe is None else max(for_weights, self._model.moe.min_share_tokens)
 
     def _run_share(self, inputs: Sequence[CausalInput], share: Sequence[int]) -> _Computed:
         batch = pack_causal([inputs[number] for number in share], self._ready(), self._device)

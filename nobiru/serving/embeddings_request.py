@@ -53,7 +53,6 @@ class RequestLimits:
     embedding_dim: int
     max_model_len: int
     priorities: bool
-    auto_truncate: bool
 
 
 def parse_embeddings_request(body: Mapping[str, Any], limits: RequestLimits) -> EmbeddingsRequest:
@@ -63,7 +62,6 @@ def parse_embeddings_request(body: Mapping[str, Any], limits: RequestLimits) -> 
     priority = fields.integer("priority", -_MAX_PRIORITY, _MAX_PRIORITY) or 0
     if priority and not limits.priorities:
         raise wrong("priority", priority, "0 or absent: this server was started with --scheduling-policy fcfs")
-    truncate = fields.integer("truncate_prompt_tokens", 1, _MAX_TRUNCATE, besides=-1)
     params = PoolingParams(
         dimensions=fields.integer(
             "dimensions", 1, limits.embedding_dim, hint=f": this model's vectors have {limits.embedding_dim} values"
@@ -71,7 +69,7 @@ def parse_embeddings_request(body: Mapping[str, Any], limits: RequestLimits) -> 
         normalize=fields.boolean("normalize"),
         prompt_name=fields.string("prompt_name"),
         prompt=fields.string("prompt"),
-        truncate_prompt_tokens=-1 if truncate is None and limits.auto_truncate else truncate,
+        truncate_prompt_tokens=fields.integer("truncate_prompt_tokens", 1, _MAX_TRUNCATE, besides=-1),
         truncation_side=fields.string("truncation_side", ("right", "left")),
         priority=priority,
     )

@@ -29,7 +29,6 @@ class OpenAIRoutes:
             embedding_dim=services.folder.embedding_dim,
             max_model_len=services.folder.max_model_len,
             priorities=services.scheduling_policy == "priority",
-            auto_truncate=services.config.auto_truncate,
         )
         self._created = int(time.time())
 

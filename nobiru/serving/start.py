@@ -43,13 +43,14 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
         server,
         folder=folder,
         client=client,
-        load_pool=lambda: TokenizerPool(_frontend(folder, server)),
+        load_pool=lambda: TokenizerPool(make_frontend(folder, server)),
         metrics=metrics,
         scheduling_policy=engine.scheduling_policy,
     )
 
 
-def _frontend(folder: ModelFolder, server: ServerConfig) -> Frontend | GenerationFrontend:
+def make_frontend(folder: ModelFolder, server: ServerConfig) -> Frontend | GenerationFrontend:
+    """What prepares requests for a model of this kind."""
     if folder.task == "generate":
         return GenerationFrontend(folder)
     return Frontend(folder, auto_truncate=server.auto_truncate)

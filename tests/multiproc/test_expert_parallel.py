@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from generation_requests import PROMPTS, generation, text_of
+from generation_requests import PROMPTS, generation, text_of, texts_with_aborts
 from ranks import Steps, is_alive, running, until
 
 from nobiru import LLM, SamplingParams
@@ -120,27 +119,13 @@ def test_ranks_without_work_use_no_processor_and_wake_up_at_once(moe_model: Path
 
 
 def test_many_requests_with_random_aborts_leave_nothing_behind(moe_model: Path, expected: list[list[int]]) -> None:
-    chance = random.Random(0)
-
-    async def one(client: ZmqClient, number: int) -> None:
-        await asyncio.sleep(chance.random() * 2)
-        stream = client.generate(generation(PROMPTS[number], GREEDY))
-        if chance.random() < 0.4:
-            num_tokens = chance.randint(0, 10)
-            async for _ in stream:
-                num_tokens -= 1
-                if num_tokens <= 0:
-                    break
-            stream.close()
-        else:
-            assert await text_of(stream) == expected[number]
 
     async def main() -> list[int]:
         steps = Steps()
         async with running(moe_model, data_parallel_size=2, steps=steps, **SPREAD) as client:
             await until(lambda: client.has_working_rank)
             async with asyncio.timeout(90):
-                await asyncio.gather(*(one(client, chance.randrange(len(PROMPTS))) for _ in range(80)))
+                await texts_with_aborts(client, expected, GREEDY, count=80, within_s=2)
             await until(lambda: steps.state is not None and steps.state.kv_usage == 0.0)
             assert client.queued_requests == client.queued_tokens == 0
             assert client.status()["epoch"] == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from rank_processes import Member, run_ranks
 from real_models import stories260k
 from torch import Tensor
@@ -16,7 +17,7 @@ from nobiru.folder.read import read_folder
 from nobiru.kv.cache import CacheShape, allocate_cache
 from nobiru.layers.sharding import Shard, TensorGroup
 from nobiru.models.registry import CausalModel, load_causal
-from nobiru.models.weights import FLOAT32
+from nobiru.models.weights import FLOAT32, Precision
 from nobiru.ops.paged_layout import PagedLayout
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
 from nobiru.parallel.placement import initial_placement, slot_capacity_for
@@ -51,7 +52,7 @@ def steps(model: CausalModel, vocab_size: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
-def load(folder: Path, group: TensorGroup | None, rank: int, size: int) -> CausalModel:
+def load(folder: Path, group: TensorGroup | None, rank: int, size: int, precision: Precision = FLOAT32) -> CausalModel:
     spec = read_folder(folder)
 
     def slots(num_layers: int, num_experts: int) -> np.ndarray:
@@ -63,13 +64,13 @@ def load(folder: Path, group: TensorGroup | None, rank: int, size: int) -> Causa
 
     is_moe = "num_experts_per_tok" in spec.config
     with torch.inference_mode():
-        return load_causal(spec, FLOAT32, CPU, slots=slots if is_moe and group is not None else None, group=group)
+        return load_causal(spec, precision, CPU, slots=slots if is_moe and group is not None else None, group=group)
 
 
-def run_worker(member: Member, folder: Path) -> list[tuple[Tensor, Tensor]]:
+def run_worker(member: Member, folder: Path, precision: Precision = FLOAT32) -> list[tuple[Tensor, Tensor]]:
     group = WorkerGroup(Shard(member.rank, member.size))
     group.join(member.group())
-    model = load(folder, group, member.rank, member.size)
+    model = load(folder, group, member.rank, member.size, precision)
     assert not model.is_reentrant
     if (moe := model.moe) is not None:
         placement = initial_placement(
@@ -121,6 +122,31 @@ def test_small_models(tmp_path: Path, name: str, size: int) -> None:
 @pytest.mark.parametrize("name", ["stories260K", "stories260K-moe8x-noisy", "stories260K-qwen3moe8x-noisy"])
 def test_trained_models(name: str) -> None:
     check(stories260k().parent / name, 2)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_shares_of_odd_sizes_in_bfloat16(tmp_path: Path, compute: torch.dtype) -> None:
+    """Three workers: 2 of 6 heads each, 2 or 1 of 4 experts, 34 or 33 of 101 tokens; no size is a multiple of 8."""
+    config = transformers.MixtralConfig(
+        vocab_size=101,
+        hidden_size=84,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    precision = Precision(weights=torch.bfloat16, compute=compute)
+    expected = steps(load(tmp_path, None, 0, 1, precision), config.vocab_size)
+    tolerance = TOLERANCE if compute == torch.float32 else 0.03
+    for found in run_ranks(run_worker, 3, tmp_path, precision):
+        for (hidden_TC, _), (expected_TC, _) in zip(found, expected, strict=True):
+            difference_TC = (hidden_TC - expected_TC).float().abs()
+            assert float(difference_TC.mean()) <= tolerance * float(expected_TC.float().abs().mean())
 
 
 def test_what_cannot_be_spread(tmp_path: Path) -> None:

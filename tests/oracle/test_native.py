@@ -55,8 +55,8 @@ def kernels_of(kind: str, request: pytest.FixtureRequest) -> Kernels:
 @pytest.mark.parametrize("threads", [1, 2])
 @settings(deadline=None, max_examples=40)
 @given(
-    rows=st.integers(1, 40),
-    num_in=st.integers(1, 70),
+    rows=st.integers(1, 40) | st.sampled_from([63, 300]),
+    num_in=st.integers(1, 70) | st.sampled_from([64, 96, 160]),  # in steps of 32 for matrix tiles
     num_out=st.integers(1, 100) | st.integers(1000, 1100),
     biased=st.booleans(),
     kinds=st.sampled_from(["float32", "halved", "pairs"]),

@@ -191,13 +191,6 @@ def test_more_than_fits_the_queue(server: ServerProcess) -> None:
     assert answer.status_code == 200
 
 
-def test_auto_truncate_cuts_by_default() -> None:
-    with running_server(auto_truncate=True) as server:
-        body = post(server, json.dumps({"input": ["x" * 300, "a"]}).encode()).json()
-        assert body["truncated"] == [0]
-        assert body["usage"]["prompt_tokens"] == 256 + 3
-
-
 @pytest.mark.parametrize(
     "value",
     [None, "Bearer wrong", "Bearer", "Basic first-key", "Bearer first-keyx", "first-key", b"Bearer \xe9"],

@@ -113,6 +113,14 @@ CONFIG = BalancerConfig(window_steps=10, interval_steps=5, good_balancedness=0.9
 SKEWED = np.array([[9, 9, 1, 1], [5, 5, 5, 5]])
 
 
+def next_stage(balancer: Balancer, placement: Placement) -> Stage | None:
+    """The next one, of a new plan if there is none and it is time."""
+    if (stage := balancer.next_stage(placement)) is None and (search := balancer.search(placement)) is not None:
+        balancer.follow(search(), placement)
+        stage = balancer.next_stage(placement)
+    return stage
+
+
 def make(config: BalancerConfig = CONFIG) -> tuple[Balancer, Placement]:
     placement = initial_placement(num_layers=2, num_experts=4, num_ranks=2, slot_capacity=3)
     return Balancer(config, num_layers=2, num_experts=4), placement
@@ -122,12 +130,12 @@ def test_a_plan_is_followed_stage_by_stage() -> None:
     balancer, placement = make()
     for _ in range(4):
         balancer.observe(SKEWED)
-        assert balancer.next_stage(placement) is None, "it is not time"
+        assert next_stage(balancer, placement) is None, "it is not time"
     balancer.observe(SKEWED)
     before = balancedness(placement, balancer.window.loads)
     num_stages = 0
-    while (stage := balancer.next_stage(placement)) is not None:
-        assert balancer.next_stage(placement) is stage, "until it serves"
+    while (stage := next_stage(balancer, placement)) is not None:
+        assert next_stage(balancer, placement) is stage, "until it serves"
         check(stage, placement, 1)
         placement = stage.after
         num_stages += 1
@@ -136,18 +144,18 @@ def test_a_plan_is_followed_stage_by_stage() -> None:
     assert balancedness(placement, balancer.window.loads) == 1
     assert balancer.num_rebalances == 1
     balancer.observe(SKEWED, num_steps=5)
-    assert balancer.next_stage(placement) is None, "it is good enough"
+    assert next_stage(balancer, placement) is None, "it is good enough"
     assert balancer.num_rebalances == 1
 
 
 def test_the_load_turns() -> None:
     balancer, placement = make()
     balancer.observe(SKEWED, num_steps=5)
-    while (stage := balancer.next_stage(placement)) is not None:
+    while (stage := next_stage(balancer, placement)) is not None:
         placement = stage.after
     for _ in range(20):
         balancer.observe(np.array([[9, 1, 9, 1], [5, 5, 5, 5]]))
-        while (stage := balancer.next_stage(placement)) is not None:
+        while (stage := next_stage(balancer, placement)) is not None:
             placement = stage.after
     assert balancedness(placement, balancer.window.loads) == 1
 
@@ -155,20 +163,42 @@ def test_the_load_turns() -> None:
 def test_a_plan_ends_when_it_is_abandoned_or_the_placement_is_another() -> None:
     balancer, placement = make()
     balancer.observe(SKEWED, num_steps=5)
-    assert balancer.next_stage(placement) is not None
+    assert next_stage(balancer, placement) is not None
     balancer.abandon()
-    assert balancer.next_stage(placement) is None
+    assert next_stage(balancer, placement) is None
     balancer.observe(SKEWED, num_steps=5)
-    assert balancer.next_stage(placement) is not None
+    assert next_stage(balancer, placement) is not None
     other = Placement(slots=np.roll(placement.slots, 1, axis=1), num_experts=4)
-    assert balancer.next_stage(other) is None
+    assert next_stage(balancer, other) is None
+    assert next_stage(balancer, placement) is None
+
+
+def test_a_plan_from_a_placement_that_serves_no_more_is_dropped() -> None:
+    balancer, placement = make()
+    balancer.observe(SKEWED, num_steps=5)
+    search = balancer.search(placement)
+    assert search is not None
+    assert balancer.search(placement) is None, "it is not time for another one"
+    other = Placement(slots=np.roll(placement.slots, 1, axis=1), num_experts=4)
+    balancer.follow(search(), other)
     assert balancer.next_stage(placement) is None
+    assert balancer.num_rebalances == 0
+
+
+def test_a_search_knows_the_loads_of_its_beginning() -> None:
+    balancer, placement = make()
+    balancer.observe(SKEWED, num_steps=5)
+    search = balancer.search(placement)
+    assert search is not None
+    plan = search()
+    balancer.observe(SKEWED[:, ::-1], num_steps=10)
+    assert [stage.after for stage in search()] == [stage.after for stage in plan]
 
 
 def test_redundant_replicas_come_into_free_slots() -> None:
     balancer, placement = make(BalancerConfig(window_steps=10, interval_steps=5, num_redundant=1))
     balancer.observe(np.array([[9, 1, 1, 1], [5, 5, 5, 5]]), num_steps=5)
-    while (stage := balancer.next_stage(placement)) is not None:
+    while (stage := next_stage(balancer, placement)) is not None:
         placement = stage.after
     assert placement.num_replicas.tolist() == [5, 4]
     assert len(placement.replicas(0, 0)) == 2
@@ -177,9 +207,9 @@ def test_redundant_replicas_come_into_free_slots() -> None:
 def test_an_even_load_moves_nothing() -> None:
     balancer, placement = make()
     balancer.observe(np.full((2, 4), 7), num_steps=5)
-    assert balancer.next_stage(placement) is None
+    assert next_stage(balancer, placement) is None
     balancer.observe(np.zeros((2, 4), dtype=np.int64), num_steps=50)
-    assert balancer.next_stage(placement) is None
+    assert next_stage(balancer, placement) is None
     assert balancer.num_rebalances == 0
 
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from small_tokenizers import edit_json, small_tokenizer, write_folder, write_json
 
+from nobiru.config import ServerConfig
 from nobiru.errors import InvalidRequestError
 from nobiru.folder.read import read_folder
 from nobiru.frontend.frontend import Frontend
 from nobiru.request import EncodedPrompts, PoolingParams
+from nobiru.serving.start import make_frontend
 
 LIMIT = 16
 LONG = "the quick brown fox jumps over the lazy dog while the cat sleeps in the sun"
@@ -117,9 +119,11 @@ class TestTruncation:
         assert encoded.truncated.tolist() == [asked == 2, True]
 
     def test_the_server_may_cut_by_itself(self, tmp_path: Path) -> None:
-        frontend = Frontend(read_folder(folder_with(tmp_path)), auto_truncate=True)
+        frontend = make_frontend(read_folder(folder_with(tmp_path)), ServerConfig(auto_truncate=True))
+        assert isinstance(frontend, Frontend)
         encoded = frontend.prepare(["fox", LONG], PoolingParams())
         assert encoded.lengths.tolist() == [3, LIMIT]
+        assert frontend.prepare(["fox", LONG], PoolingParams(truncate_prompt_tokens=5)).lengths.tolist() == [3, 5]
         assert encoded.truncated.tolist() == [False, True]
         assert frontend.prepare([[7] * 20], PoolingParams()).truncated.tolist() == [True]
 

@@ -15,12 +15,8 @@ from nobiru.serving.embeddings_request import EmbeddingsRequest, RequestLimits, 
 MAX_MODEL_LEN = 2000
 
 
-def parse(
-    body: dict[str, Any], *, dim: int = 384, priorities: bool = True, auto_truncate: bool = False
-) -> EmbeddingsRequest:
-    limits = RequestLimits(
-        embedding_dim=dim, max_model_len=MAX_MODEL_LEN, priorities=priorities, auto_truncate=auto_truncate
-    )
+def parse(body: dict[str, Any], *, dim: int = 384, priorities: bool = True) -> EmbeddingsRequest:
+    limits = RequestLimits(embedding_dim=dim, max_model_len=MAX_MODEL_LEN, priorities=priorities)
     return parse_embeddings_request(body, limits)
 
 
@@ -63,11 +59,6 @@ def test_null_equals_absent() -> None:
     names += ("truncation_side", "prompt_name", "prompt", "normalize")
     assert parse({"input": "a", **dict.fromkeys(names)}) == parse({"input": "a"})
     assert parse({"input": "a"}).params == PoolingParams()
-
-
-def test_auto_truncate_is_a_default_only() -> None:
-    assert parse({"input": "a"}, auto_truncate=True).params.truncate_prompt_tokens == -1
-    assert parse({"input": "a", "truncate_prompt_tokens": 5}, auto_truncate=True).params.truncate_prompt_tokens == 5
 
 
 @pytest.mark.parametrize(

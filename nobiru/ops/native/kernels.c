@@ -233,11 +233,25 @@ struct linear {
     long stride, rows, inputs, outputs, panels, panels_each;
 };
 
-/* Threads take a few panels at a time. */
-#define LINEAR(NAME, PANEL_NAME, WEIGHT, X, Y)                                                                         \
+#ifdef __AMX_BF16__
+#include "tiles.h"
+#define BY_TILES(l, first, last)                                                                                       \
+    if (fills_tiles(l->inputs)) {                                                                                      \
+        panels_by_tiles(l, first, last);                                                                               \
+        return;                                                                                                        \
+    }
+#else
+int32_t allow_tiles(void) { return 0; }
+#define BY_TILES(l, first, last)
+#endif
+#define BY_VECTORS(l, first, last)
+
+/* Threads take a few panels at a time. INSTEAD may do them another way. */
+#define LINEAR(NAME, INSTEAD, PANEL_NAME, WEIGHT, X, Y)                                                                         \
     static void NAME##_part(void *arguments, long part) {                                                              \
         const struct linear *l = arguments;                                                                            \
         long last = (part + 1) * l->panels_each < l->panels ? (part + 1) * l->panels_each : l->panels;                 \
+        INSTEAD(l, part * l->panels_each, last)                                                                        \
         for (long panel = part * l->panels_each; panel < last; panel++) {                                              \
             long first = panel * WIDTH, left = l->outputs - first;                                                     \
             PANEL_NAME((const WEIGHT *)l->weight + first * l->inputs, l->bias ? l->bias + first : 0, l->x, l->stride,  \
@@ -252,10 +266,10 @@ struct linear {
         in_parallel(NAME##_part, &l, (panels + each - 1) / each, threads);                                             \
     }
 
-LINEAR(linear_f32, panel_f32, float, float, float)
-LINEAR(linear_bf16, panel_widened, bf16, float, float)
+LINEAR(linear_f32, BY_VECTORS, panel_f32, float, float, float)
+LINEAR(linear_bf16, BY_VECTORS, panel_widened, bf16, float, float)
 #ifdef __AVX512BF16__
-LINEAR(linear_pairs, panel_pairs, bf16, bf16, bf16)
+LINEAR(linear_pairs, BY_TILES, panel_pairs, bf16, bf16, bf16)
 #endif
 
 /* ---- attention of one token per sequence ----------------------------------------------------------------------------
@@ -267,6 +281,7 @@ LINEAR(linear_pairs, panel_pairs, bf16, bf16, bf16)
 
 #define PIECE 64
 #define MAX_GROUP 4
+#define MAX_SIZE 256 /* of a head */
 
 struct attention {
     const void *q, *keys, *values;
@@ -316,20 +331,26 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
     return shrink;
 }
 
-/* One piece for GROUP_SIZE query heads of one key head; q, mixed, highest and sums are those of the first. */
-#define GROUP(NAME, GROUP_SIZE, T, LOAD)                                                                               \
+#ifdef __AMX_BF16__
+#include "tiles_attention.h"
+#else
+#define score_by_tiles(a, keys, now, heads, group, scores) 0
+#define end_scores() ((void)0)
+#endif
+#define score_by_vectors(a, keys, now, heads, group, scores) 0
+
+/* One piece for GROUP_SIZE query heads of one key head; heads, q, mixed, highest and sums are those of the first. Scores
+ * are SCORED some other way, or q times keys here. */
+#define GROUP(NAME, GROUP_SIZE, SCORED, T, LOAD)                                                                       \
     static void NAME##_##GROUP_SIZE(const struct attention *a, const T *keys, const T *values,                         \
-                                    const struct piece *now, const struct piece *next, const float *q, float *mixed,   \
-                                    float *highest, float *sums) {                                                     \
+                                    const struct piece *now, const struct piece *next, const T *heads, const float *q, \
+                                    float *mixed, float *highest, float *sums) {                                       \
         const int group = GROUP_SIZE, vectors = (int)(a->size / LANES);                                                \
         const long size = a->size, row = a->key_heads * size;                                                          \
         float scores[GROUP_SIZE][PIECE], shrink[GROUP_SIZE];                                                           \
-        for (int t = 0; t < now->count; t++) {                                                                         \
+        const int unscored = SCORED(a, keys, now, heads, GROUP_SIZE, scores[0]) ? 0 : now->count;                      \
+        for (int t = 0; t < unscored; t++) {                                                                           \
             const T *key = keys + now->slots[t] * row;                                                                 \
-            if (t < next->count) {                                                                                     \
-                fetch(keys + next->slots[t] * row, size * sizeof(T));                                                  \
-                fetch(values + next->slots[t] * row, size * sizeof(T));                                                \
-            }                                                                                                          \
             vec partial[GROUP_SIZE];                                                                                   \
             UNROLL for (int g = 0; g < group; g++) partial[g] = (vec){0};                                              \
             for (int i = 0; i < vectors; i++) {                                                                        \
@@ -344,6 +365,10 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
             vec so_far[GROUP_SIZE];                                                                                    \
             UNROLL for (int g = 0; g < group; g++) so_far[g] = load_f32(mixed + g * size + i * LANES) * shrink[g];     \
             for (int t = 0; t < now->count; t++) {                                                                     \
+                if (i == 0 && t < next->count) {                                                                       \
+                    fetch(keys + next->slots[t] * row, size * sizeof(T));                                              \
+                    fetch(values + next->slots[t] * row, size * sizeof(T));                                            \
+                }                                                                                                      \
                 vec v = LOAD(values + now->slots[t] * row + i * LANES);                                                \
                 UNROLL for (int g = 0; g < group; g++) so_far[g] += v * scores[g][t];                                  \
             }                                                                                                          \
@@ -352,11 +377,11 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
     }
 
 /* A task is some key heads of one sequence: all of them, so that rows are read as they lie, or one, for more tasks. */
-#define ATTEND(NAME, T, LOAD, STORE)                                                                                   \
-    GROUP(NAME, 1, T, LOAD)                                                                                            \
-    GROUP(NAME, 2, T, LOAD)                                                                                            \
-    GROUP(NAME, 3, T, LOAD)                                                                                            \
-    GROUP(NAME, 4, T, LOAD)                                                                                            \
+#define ATTEND(NAME, SCORED, T, LOAD, STORE)                                                                                   \
+    GROUP(NAME, 1, SCORED, T, LOAD)                                                                                            \
+    GROUP(NAME, 2, SCORED, T, LOAD)                                                                                            \
+    GROUP(NAME, 3, SCORED, T, LOAD)                                                                                            \
+    GROUP(NAME, 4, SCORED, T, LOAD)                                                                                            \
     static void NAME##_task(void *arguments, long task) {                                                              \
         struct attention *a = arguments;                                                                               \
         const long tasks_each = a->key_heads / a->keys_each, sequence = task / tasks_each;                             \
@@ -385,12 +410,13 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
             for (long head = 0; head < heads;) {                                                                       \
                 long key_head = first_key + head / per_key, left = per_key - head % per_key;                           \
                 const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size;\
+                const T *own = source + head * size;                                                                   \
                 float *own_q = q + head * size, *own_mixed = mixed + head * size;                                      \
                 switch (left) {                                                                                        \
-                    case 1: NAME##_1(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head); break;\
-                    case 2: NAME##_2(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head); break;\
-                    case 3: NAME##_3(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head); break;\
-                    default: NAME##_4(a, keys, values, now, next, own_q, own_mixed, highest + head, sums + head);      \
+                    case 1: NAME##_1(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break;\
+                    case 2: NAME##_2(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break;\
+                    case 3: NAME##_3(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break;\
+                    default: NAME##_4(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head);      \
                 }                                                                                                      \
                 head += left < MAX_GROUP ? left : MAX_GROUP;                                                           \
             }                                                                                                          \
@@ -400,14 +426,15 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         for (long head = 0; head < heads; head++)                                                                      \
             for (long i = head * size; i < (head + 1) * size; i += LANES)                                              \
                 STORE(target + i, load_f32(mixed + i) / sums[head]);                                                   \
+        end_scores();                                                                                                  \
     }                                                                                                                  \
     void NAME(struct attention *a) {                                                                                   \
         a->keys_each = a->sequences < 4 * a->threads ? 1 : a->key_heads;                                               \
         in_parallel(NAME##_task, a, a->sequences * (a->key_heads / a->keys_each), a->threads);                         \
     }
 
-ATTEND(attend_f32, float, load_f32, store_f32)
-ATTEND(attend_bf16, bf16, load_bf16, store_bf16)
+ATTEND(attend_f32, score_by_vectors, float, load_f32, store_f32)
+ATTEND(attend_bf16, score_by_tiles, bf16, load_bf16, store_bf16)
 
 /* ---- attention of several tokens per sequence -----------------------------------------------------------------------
  *

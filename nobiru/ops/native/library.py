@@ -35,11 +35,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru import env, machine
+from nobiru.ops.native import threads
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = tuple(_SOURCE.with_name(name) for name in ("parallel.h", "experts.h"))
+_HEADERS = tuple(_SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "tiles.h", "tiles_attention.h"))
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
@@ -100,9 +101,11 @@ class Kernels:
         self._library = library
         library.panel_width.restype = ctypes.c_int32
         library.multiplies_bf16_pairs.restype = ctypes.c_int32
+        library.allow_tiles.restype = ctypes.c_int32
         self._width = int(library.panel_width())
         self._lanes = self._width // 2
         self.multiplies_pairs = bool(library.multiplies_bf16_pairs())
+        self.has_tiles = bool(library.allow_tiles())
         self._linear_f32 = self._declare_linear("linear_f32")
         self._linear_bf16 = self._declare_linear("linear_bf16")
         self._linear_pairs = self._declare_linear("linear_pairs") if self.multiplies_pairs else None
@@ -127,8 +130,12 @@ class Kernels:
         padded = F.pad(weight_OI, (0, num_in % 2 if in_pairs else 0, 0, -num_out % self._width))
         panels_PWI = padded.view(-1, self._width, padded.shape[1])
         panels = panels_PWI.unflatten(2, (-1, 2)) if in_pairs else panels_PWI  # type: ignore[no-untyped-call]
+        turned = panels.transpose(1, 2)
+        packed = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
+        if packed.device.type == "cpu":  # not of a meta tensor, of which only the sizes are asked
+            machine.prefer_huge_pages(packed.data_ptr(), packed.nbytes)
         return PackedWeight(
-            panels=panels.transpose(1, 2).contiguous(),
+            panels=packed.copy_(turned),
             bias_O=None if bias_O is None else bias_O.float().contiguous(),
             num_in=num_in,
             num_out=num_out,
@@ -153,7 +160,7 @@ class Kernels:
             num_rows,
             num_in,
             weight.num_out,
-            1 if few else torch.get_num_threads(),
+            1 if few else threads.num_threads(),
         )
 
     def grouped_linear(
@@ -186,7 +193,7 @@ class Kernels:
             out_RO.data_ptr(),
             num_in,
             num_out,
-            1 if few else torch.get_num_threads(),
+            1 if few else threads.num_threads(),
         )
 
     def attends(self, dtype: torch.dtype, head_size: int) -> bool:
@@ -227,7 +234,7 @@ class Kernels:
             window or 0,
             scale,
             softcap or 0.0,
-            torch.get_num_threads(),
+            threads.num_threads(),
         )
         self._attend[q_nHD.dtype](ctypes.addressof(arguments))
         if arguments.failed:
@@ -275,7 +282,7 @@ class Kernels:
             window or 0,
             scale,
             softcap or 0.0,
-            torch.get_num_threads(),
+            threads.num_threads(),
         )
         self._prefill[q_THD.dtype](ctypes.addressof(arguments))
         if arguments.failed:
@@ -385,7 +392,7 @@ class Kernels:
 
 
 def _num_threads(num_values: int) -> int:
-    return 1 if num_values < _MIN_PARALLEL_VALUES else torch.get_num_threads()
+    return 1 if num_values < _MIN_PARALLEL_VALUES else threads.num_threads()
 
 
 def kernels_for(x: Tensor) -> Kernels | None:
