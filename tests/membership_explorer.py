@@ -231,6 +231,10 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "2 → 2 with another, a cancel": lambda: serving(2, Budget(cancels=1), requests=REPLACE),
     "2 → 3, a cancel": lambda: serving(2, Budget(cancels=1), requests=(Request(3),)),
     "3 → 2": lambda: serving(3, requests=(Request(2),)),
+    "2 → 1, a death, a text on who leaves": lambda: serving(2, Budget(deaths=1), requests=SHRINK, writer="r1"),
+    "2 → 1 after a drain, a text on who leaves": lambda: serving(2, requests=(Request(1, drains=True),), writer="r1"),
+    "1 → 2, a death, a text": lambda: serving(1, Budget(deaths=1), requests=GROW, writer="r0"),
+    "two, two deaths, a text": lambda: serving(2, Budget(deaths=2), writer="r0"),
 }
 LARGE: dict[str, Configuration] = {
     "two start, two deaths, a lost message": lambda: at_start(2, Budget(deaths=2, losses=1)),
@@ -242,6 +246,10 @@ LARGE: dict[str, Configuration] = {
     "2 → 3, a lost message, an early timer": lambda: serving(2, Budget(losses=1, early=1), requests=(Request(3),)),
     "2 → 2 with another, a death, a cancel": lambda: serving(2, Budget(deaths=1, cancels=1), requests=REPLACE),
     "3 → 2, a death": lambda: serving(3, Budget(deaths=1), requests=(Request(2),)),
+    "three, a death, a text": lambda: serving(3, Budget(deaths=1), writer="r1"),
+    "2 → 2 with another, a death, a cancel, a text on it": lambda: serving(
+        2, Budget(deaths=1, cancels=1), requests=REPLACE, writer="r0"
+    ),
     "3 → 2 after a drain, a cancel": lambda: serving(3, Budget(cancels=1), requests=(Request(2, drains=True),)),
 }
 
