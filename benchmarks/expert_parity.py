@@ -4,11 +4,12 @@
     python -m benchmarks.expert_parity MODEL_FOLDER --aborts 500
 
 For each layout a `nobiru serve` is started in float32: N data-parallel ranks of T workers, experts spread over them.
-Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray`. Prompts are
-sent all at once, twice. Every chosen token must be the reference's best on the same text, or within 1e-3 of it, and its
-log-probability within 1e-4. A file `expected.json` beside the folder that has the model's name adds its prompt, whose
-text has to be the one that is written there. With `--work-dir` the reference and results are kept in that folder, and
-layouts that have agreed are not run again, so a long list may be run in pieces.
+Names may end in `+red2` (two redundant experts a layer), `+eplb` (a rebalance every few steps) and `+ray` (actors on
+the two nodes of a Ray cluster that is started here). Prompts are sent all at once, twice. Every chosen token must be
+the reference's best on the same text, or within 1e-3 of it, and its log-probability within 1e-4. A file `expected.json`
+beside the folder that has the model's name adds its prompt, whose text has to be the one that is written there. With
+`--work-dir` the reference and results are kept in that folder, and layouts that have agreed are not run again. No
+layout is begun then after `--seconds`, so that a long list may be run in pieces; what was left makes the exit code 1.
 
 With `--aborts` so many requests are sent over some seconds, and two fifths of the clients leave in the middle; the
 others' texts must be those of an undisturbed run, and no KV block may be left. In the end the server is killed, by
@@ -22,13 +23,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,7 @@ from nobiru.generation import SampledToken
 LAYOUTS = "dp1,dp2,dp4,dp2+red2,dp4+red2,dp2+red2+eplb,dp4+eplb"
 READY_TIMEOUT_S = 180.0
 GONE_TIMEOUT_S = 10.0
+NODE_CPUS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,11 @@ class Layout:
     """How a server is started."""
 
     name: str
+    ray_address: str | None = None
+
+    @property
+    def is_on_ray(self) -> bool:
+        return "ray" in self.name.split("+")
 
     @property
     def arguments(self) -> list[str]:
@@ -66,8 +76,24 @@ class Layout:
             elif extra == "eplb":
                 arguments += ["--enable-eplb", "--eplb-step-interval", "8", "--eplb-window-size", "32"]
             elif extra == "ray":
-                arguments += ["--data-parallel-backend", "ray"]
+                assert self.ray_address is not None, "a cluster was started"
+                arguments += ["--data-parallel-backend", "ray", "--ray-address", self.ray_address, "--num-threads", "1"]
         return arguments
+
+
+@contextmanager
+def ray_cluster() -> Iterator[str]:
+    """The address of a cluster on this machine: a head that runs nothing, and two nodes with room for four ranks."""
+    from ray.cluster_utils import Cluster
+
+    small = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=NODE_CPUS, **small)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
 
 
 class Server:
@@ -77,7 +103,7 @@ class Server:
         self._end = end
         command = [sys.executable, "-m", "nobiru", "serve", str(folder), "--port", "0", "--dtype", "float32"]
         self.process = subprocess.Popen(
-            [*command, "--kv-cache-memory-bytes", "200000000", *arguments],
+            [*command, "--kv-cache-memory-bytes", "200000000", "--max-model-len", "512", *arguments],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,11 +124,18 @@ class Server:
                 self.url = found[1]
         self._drain = asyncio.create_task(asyncio.to_thread(self._read_on))
         async with httpx.AsyncClient() as client:
-            while (await client.get(f"{self.url}/ready")).status_code != 200:
-                if time.monotonic() > deadline_s:
+            while not await self._is_ready(client):
+                if time.monotonic() > deadline_s or self.process.poll() is not None:
+                    self.process.kill()
                     raise SystemExit(f"the server is not ready: {''.join(self.log)}")
                 await asyncio.sleep(0.1)
         return self
+
+    async def _is_ready(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return (await client.get(f"{self.url}/ready")).status_code == 200
+        except httpx.ConnectError:
+            return False
 
     def _read_on(self) -> None:
         assert self.process.stderr is not None
@@ -290,6 +323,27 @@ async def _kv_usage(client: httpx.AsyncClient, url: str) -> float:
     return usage
 
 
+def run_layouts(options: argparse.Namespace, layouts: list[Layout], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Those that were not run before."""
+    work_dir = WorkDir(options.work_dir, options.model.name)
+    model = load_reference(options.model)
+    prompt, text = expected_text(options.model) or (None, None)
+    if prompt is not None:
+        prompts = [prompt, *prompts]
+    reference = work_dir.reference(model, prompts, options.tokens)
+    results = []
+    end_s = time.monotonic() + (options.seconds if options.work_dir else math.inf)
+    for layout in layouts:
+        if (result := work_dir.results().get(layout.name)) is None:
+            if time.monotonic() > end_s:
+                continue
+            result = asyncio.run(run_layout(options.model, layout, reference, model, text))
+            work_dir.keep(result)
+        results.append(result)
+        print(result, file=sys.stderr, flush=True)
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -298,39 +352,27 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--aborts", type=int, default=0)
     parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--seconds", type=float, default=200)
     options = parser.parse_args()
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     prompts = [tokenizer(text)["input_ids"] for text in make_prompts(options.prompts)]
     layouts = [Layout(name=name) for name in options.layouts.split(",")]
-    results = []
-    if options.aborts:
-        results = [
-            asyncio.run(run_aborts(options.model, each, prompts, options.aborts, options.tokens)) for each in layouts
-        ]
-    else:
-        work_dir = WorkDir(options.work_dir, options.model.name)
-        model = load_reference(options.model)
-        expected = expected_text(options.model)
-        if expected is not None:
-            prompts.insert(0, expected[0])
-        reference = work_dir.reference(model, prompts, options.tokens)
-        for layout in layouts:
-            if (result := work_dir.results().get(layout.name)) is None:
-                result = asyncio.run(
-                    run_layout(options.model, layout, reference, model, None if expected is None else expected[1])
-                )
-                work_dir.keep(result)
-            results.append(result)
-            print(results[-1], file=sys.stderr, flush=True)
+    with ray_cluster() if any(layout.is_on_ray for layout in layouts) else nullcontext() as address:
+        layouts = [replace(layout, ray_address=address) for layout in layouts]
+        if options.aborts:
+            work = [run_aborts(options.model, each, prompts, options.aborts, options.tokens) for each in layouts]
+            results = [asyncio.run(each) for each in work]
+        else:
+            results = run_layouts(options, layouts, prompts)
     table = Table(*results[0], title=options.model.name)
     for each in results:
         table.add_row(
             *(f"{value:.1e}" if isinstance(value, float) and value < 0.01 else str(value) for value in each.values())
         )
     Console().print(table)
-    ok = all(each["ok"] for each in results)
+    ok = len(results) == len(layouts) and all(each["ok"] for each in results)
     print(json.dumps({"model": options.model.name, "ok": ok, "results": results}))
     return 0 if ok else 1
 

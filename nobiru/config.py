@@ -6,7 +6,8 @@ environment, `nobiru.cli` the command line.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import math
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -106,9 +107,91 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 param="quantization",
             )
 
+    @property
+    def max_size(self) -> int:
+        """The most ranks that may be asked for while serving; if nobody has said, there may be room for more."""
+        return self.max_data_parallel_size or max(8, self.data_parallel_size)
+
+
+class AutoscaleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the number of ranks follows the load; see `nobiru.elastic.autoscale`.
+
+    It stays between `min_size` and `max_size`. It grows when the estimated wait has been above `target_wait_s` for
+    `up_after_s`, and shrinks when that has been low for `down_after_s`. After an operation of whoever it neither grows
+    for `up_cooldown_s` nor shrinks for `down_cooldown_s`. With `dry_run` decisions are told and not carried out.
+    """
+
+    min_size: int
+    max_size: int
+    target_wait_s: float = 2.0
+    up_after_s: float = 2.0
+    down_after_s: float = 60.0
+    up_cooldown_s: float = 10.0
+    down_cooldown_s: float = 60.0
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("min", self.min_size), ("max", self.max_size)):
+            if isinstance(value, bool) or value < 1:
+                raise _bad_autoscale(f"{name} is {value}; it must be at least 1")
+        if self.min_size > self.max_size:
+            raise _bad_autoscale(f"min is {self.min_size}; it must be at most max = {self.max_size}")
+        if not 0 < self.target_wait_s < math.inf:
+            raise _bad_autoscale(f"target_wait_s is {self.target_wait_s:g}; it must be above 0 and finite")
+        for name in ("up_after_s", "down_after_s", "up_cooldown_s", "down_cooldown_s"):
+            value_s = getattr(self, name)
+            if not 0 <= value_s < math.inf:
+                raise _bad_autoscale(f"{name} is {value_s:g}; it must be at least 0 and finite")
+
+    @classmethod
+    def parse(cls, text: str) -> AutoscaleConfig:
+        """From the value of `--autoscale`, such as "min=1,max=8,target_wait_s=2". Raises `ConfigError`."""
+        names = {"min": "min_size", "max": "max_size", **{name: name for name in cls.__struct_fields__[2:]}}
+        given: dict[str, str] = {}
+        for piece in filter(None, map(str.strip, text.split(","))):
+            name, equals, value = map(str.strip, piece.partition("="))
+            if name not in names or not equals:
+                raise _bad_autoscale(f"{piece!r} is none of {', '.join(f'{known}=…' for known in names)}")
+            if name in given:
+                raise _bad_autoscale(f"{name} is given twice")
+            given[name] = value
+        if missing := [name for name in ("min", "max") if name not in given]:
+            raise _bad_autoscale(f"{' and '.join(missing)} must be given, as in min=1,max=8")
+        kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
+        fields: dict[str, Any] = {}
+        for name, value in given.items():
+            kind = kinds[names[name]]
+            try:
+                fields[names[name]] = msgspec.convert(value, kind, strict=False)
+            except msgspec.ValidationError:
+                must_be = {int: "an integer", float: "a number", bool: "true or false"}[kind]
+                raise _bad_autoscale(f"{name} is {value!r}; it must be {must_be}") from None
+        return cls(**fields)
+
+    def check_with(self, engine: EngineConfig) -> None:
+        """Raises `ConfigError` when the ranks cannot follow: these sizes are not among those of `engine`."""
+        if engine.tensor_parallel_size > 1:
+            raise _bad_autoscale(
+                f"tensor_parallel_size is {engine.tensor_parallel_size}; it must be 1, since the number of ranks of "
+                "several workers is fixed"
+            )
+        if self.max_size > engine.max_size:
+            raise _bad_autoscale(
+                f"max is {self.max_size}; at most max_data_parallel_size = {engine.max_size} ranks may serve"
+            )
+        if self.min_size < engine.min_survivable_size:
+            raise _bad_autoscale(
+                f"min is {self.min_size}; at least min_survivable_size = {engine.min_survivable_size} ranks must serve"
+            )
+        if not self.min_size <= engine.data_parallel_size <= self.max_size:
+            raise _bad_autoscale(
+                f"data_parallel_size, with which the server begins, is {engine.data_parallel_size}; it must be from "
+                f"min = {self.min_size} to max = {self.max_size}"
+            )
+
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the HTTP process needs beside the engine's options."""
+    """What the HTTP process needs beside the engine's options. `autoscale` is as `AutoscaleConfig.parse` takes it."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -116,6 +199,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     drain_by_default: bool = False
+    autoscale: str | None = None
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0
     auto_truncate: bool = False
@@ -137,6 +221,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         _choice("log_format", self.log_format, ("text", "json"))
         _choice("log_level", self.log_level.lower(), ("debug", "info", "warning", "error", "critical"))
+        if self.autoscale is not None:
+            AutoscaleConfig.parse(self.autoscale)
+
+    @property
+    def autoscaling(self) -> AutoscaleConfig | None:
+        """How the number of ranks follows the load; None: not at all."""
+        return None if self.autoscale is None else AutoscaleConfig.parse(self.autoscale)
+
+
+def _bad_autoscale(message: str) -> ConfigError:
+    return ConfigError(f"autoscale: {message}", param="autoscale")
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -83,6 +83,7 @@ class Metrics:
         self._balancedness = self._gauge("expert_balancedness", "Mean over largest load of a rank, mean of MoE layers")
         self._expert_bytes_moved = self._counter("expert_bytes_moved", "Bytes of experts copied between ranks")
         self._expert_rebalances = self._counter("expert_rebalances", "Rebalances of experts")
+        self._serving_ranks = self._gauge("serving_ranks", "Ranks that take requests")
         self._bound_requests: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
@@ -158,11 +159,12 @@ class Metrics:
         """A rank process was started again."""
         self._rank_restarts.inc()
 
-    def set_queue(self, *, num_requests: int, num_tokens: int, estimated_wait_s: float) -> None:
-        """The queue as it is now."""
+    def set_queue(self, *, num_requests: int, num_tokens: int, estimated_wait_s: float, num_ranks: int) -> None:
+        """The queue as it is now, and the ranks that serve."""
         self._queued_requests.set(num_requests)
         self._queued_tokens.set(num_tokens)
         self._estimated_wait_s.set(estimated_wait_s)
+        self._serving_ranks.set(num_ranks)
 
     def render(self) -> tuple[bytes, str]:
         """All metrics as text, and its content type."""
@@ -178,3 +180,33 @@ class Metrics:
         self, name: str, help_text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = SECONDS_BUCKETS
     ) -> Histogram:
         return Histogram(f"nobiru_{name}", help_text, labels, registry=self.registry, buckets=buckets)
+
+
+class AutoscalerMetrics:
+    """Those of a server with an autoscaler, beside its others."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._decisions = Counter(
+            "nobiru_autoscaler_decisions",
+            "Changes of the ranks that the autoscaler decided, in a dry run too",
+            ("action",),
+            registry=registry,
+        )
+        self._undone = Counter("nobiru_autoscaler_undone", "Those that were refused or undone", registry=registry)
+        self._load = Gauge(
+            "nobiru_autoscaler_load_ratio", "Share of what the ranks can do that is in use", registry=registry
+        )
+        for action in ("grow", "shrink"):
+            self._decisions.labels(action=action)
+
+    def decided(self, action: str) -> None:
+        """To grow or to shrink."""
+        self._decisions.labels(action=action).inc()
+
+    def undone(self) -> None:
+        """A decision came to nothing."""
+        self._undone.inc()
+
+    def set_load(self, load: float) -> None:
+        """As it is measured now."""
+        self._load.set(load)

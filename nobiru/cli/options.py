@@ -80,6 +80,7 @@ SERVER_OPTIONS = (
     ConfigOption(name="admin_key", config=ServerConfig, field="admin_keys", secret=True),
     ConfigOption(name="elastic_ep_drain_requests", config=ServerConfig, field="drain_by_default"),
     *_same_name(EngineConfig, "max_data_parallel_size", "min_survivable_size", "self_heal"),
+    *_same_name(ServerConfig, "autoscale"),
     ConfigOption(name="api_key", config=ServerConfig, field="api_keys", secret=True),
     ConfigOption(name="shutdown_timeout", config=ServerConfig, field="shutdown_timeout_s"),
 )
@@ -230,7 +231,7 @@ MaxTransferBytesPerS = Annotated[
     int | None, _option(PARALLEL, "Most bytes of experts a rank sends in a second.", "no limit")
 ]
 MaxDataParallelSize = Annotated[
-    int | None, _option(PARALLEL, "Most ranks that may be asked for while serving.", "8, or the ranks at start")
+    int | None, _option(PARALLEL, "Most ranks that may be asked for while serving.", "what there is room for")
 ]
 MinSurvivableSize = Annotated[
     int | None,
@@ -239,6 +240,16 @@ MinSurvivableSize = Annotated[
 SelfHeal = Annotated[
     bool | None,
     _option(PARALLEL, "Replace ranks that died.", "self-heal", "--self-heal/--no-self-heal"),
+]
+Autoscale = Annotated[
+    str | None,
+    _option(
+        PARALLEL,
+        "Let the number of ranks follow the load, as in min=1,max=8,target_wait_s=2: so many ranks, so that requests "
+        "wait for so many seconds at most. More with up_after_s, down_after_s, up_cooldown_s, down_cooldown_s, "
+        "dry_run=true.",
+        "a fixed number",
+    ),
 ]
 ElasticEpDrainRequests = Annotated[
     bool | None,

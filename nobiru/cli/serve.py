@@ -44,6 +44,7 @@ def serve(
     max_data_parallel_size: options.MaxDataParallelSize = None,
     min_survivable_size: options.MinSurvivableSize = None,
     self_heal: options.SelfHeal = None,
+    autoscale: options.Autoscale = None,
     elastic_ep_drain_requests: options.ElasticEpDrainRequests = None,
     admin_key: options.AdminKey = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
@@ -90,14 +91,16 @@ def server_and_engine(explicit: Mapping[str, Any]) -> tuple[ServerConfig, Engine
         options.say(warning, as_json=as_json)
     server = ServerConfig(**options.fields_of(ServerConfig, values))
     engine_fields = options.fields_of(EngineConfig, values)
-    EngineConfig(**{**engine_fields, "model": "-"})  # a bad option is told before a model is looked for
+    engine = EngineConfig(**{**engine_fields, "model": "-"})  # a bad option is told before a model is looked for
+    if server.autoscaling is not None:
+        server.autoscaling.check_with(engine)
     name = engine_fields.get("model")
     folder = resolve_model(name)
     if name is None:
         options.say(f"no model is given: serving {DEFAULT_MODEL} from {folder}", level="info", as_json=as_json)
     if not server.served_model_names:
         server = msgspec.structs.replace(server, served_model_names=(served_name(name, folder),))
-    return server, EngineConfig(**{**engine_fields, "model": str(folder)})
+    return server, msgspec.structs.replace(engine, model=str(folder))
 
 
 def served_name(name: str | None, folder: Path) -> str:

@@ -95,7 +95,8 @@ def render(document: Mapping[str, Any]) -> RenderableType:
         if slots:
             cells.append(_text(_experts(slots.get(rank.get("rank_id")))))
         table.add_row(*cells)
-    return Group(Text("   ".join(_facts(document, ranks, placement))), table, *_operation(document.get("operation")))
+    lines = [*_operation(document.get("operation")), *_autoscaler(document.get("autoscaler"))]
+    return Group(Text("   ".join(_facts(document, ranks, placement))), table, *lines)
 
 
 def _facts(document: Mapping[str, Any], ranks: Sequence[Any], placement: Mapping[str, Any]) -> list[str]:
@@ -117,6 +118,24 @@ def _operation(operation: Mapping[str, Any] | None) -> list[Text]:
     origin = operation.get("origin")
     name = f"operation {operation['operation_id']} ({origin}): to {size} ranks, {operation['phase']}"
     return [Text(f"{name}, for {seconds:.1f} s", "yellow")]
+
+
+def _autoscaler(autoscaler: Mapping[str, Any] | None) -> list[Text]:
+    if autoscaler is None:
+        return []
+    dry = ", dry run" if autoscaler["dry_run"] else ""
+    head = f"autoscaler: {autoscaler['min']} to {autoscaler['max']} ranks, wait {autoscaler['target_wait_s']:g} s{dry}"
+    if autoscaler["error"] is not None:
+        return [Text(f"{head}; has ended: {autoscaler['error']}", "red")]
+    now, last = autoscaler["now"], autoscaler["last_decision"]
+    lines = [head if now is None else f"{head}; now {now['action']}: {now['reason']}"]
+    if last is not None:
+        ended = f", {last['phase']}" if last["phase"] is not None else ""
+        error = f" ({last['error']})" if last["error"] is not None else ""
+        when = time.strftime("%H:%M:%S", time.localtime(last["time"]))
+        change = f"{last['from_ranks']} -> {last['to_ranks']} ranks{ended}{error}"
+        lines.append(f"last decision at {when}: {change}: {last['reason']}")
+    return [Text(line) for line in lines]
 
 
 def _experts(layers: Sequence[Sequence[int]] | None) -> str | None:

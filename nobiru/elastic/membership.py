@@ -13,8 +13,7 @@ epoch has not noticed.
 A member that dies ends its epoch. What was being prepared is undone, and the survivors prepare an epoch of their own.
 They leave the old one before they prepare, so they count as parked. If nobody survives, the group is launched anew.
 
-Every wait has a timer, and after each of them something else is tried. What fails without a death is held against
-somebody (`Suspicion`): who keeps the others from stepping is removed in the end.
+Every wait has a timer. Who keeps the others from stepping without dying is removed in the end (`Suspicion`).
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from typing import Literal
 from nobiru.elastic.suspicion import Suspicion
 
 Phase = Literal["planning", "preparing", "draining", "committing", "settling", "done", "rolled_back", "failed"]
-Origin = Literal["user", "heal", "failure", "start"]
+Origin = Literal["user", "autoscaler", "heal", "failure", "start"]
+# Those that somebody chose a size with, and those that can be undone; the others have no epoch to go back to.
+CHOSEN: tuple[Origin, ...] = ("user", "autoscaler")
+PLANNED: tuple[Origin, ...] = (*CHOSEN, "heal")
 ENDED: tuple[Phase, ...] = ("done", "rolled_back", "failed")
 BEFORE_COMMIT: tuple[Phase, ...] = ("planning", "preparing", "draining", "committing")
-# What is undone when it does not succeed; the others have no epoch to go back to, and try again.
-PLANNED: tuple[Origin, ...] = ("user", "heal")
 
 PREPARE_TIMEOUT_S = 120.0
 PARK_TIMEOUT_S = 30.0
 APPLY_TIMEOUT_S = 60.0
-# An epoch that steps for so long clears everybody of suspicion.
-CALM_S = 60.0
+CALM_S = 60.0  # an epoch that steps for so long clears everybody of suspicion
 
 
 # ---- actions ---------------------------------------------------------------------------------------------------------
@@ -177,11 +176,13 @@ class Membership:
 
     `lives` says whether the members of `epoch` step together; if not, the next attempt is on its way. `loaded` are the
     ranks whose model is loaded. `latest` is the newest operation, which may have ended. `desired_size` is that of the
-    last change by a user that was committed. An epoch has `min_size` members at least.
+    last committed change of a size that somebody chose. An epoch has `min_size` members at least. `num_places` is how
+    many ranks there is room for, as far as is known (None: for any number).
     """
 
     desired_size: int
     min_size: int = 1
+    num_places: int | None = None
     epoch: int = 0
     members: tuple[str, ...] = ()
     lives: bool = False
@@ -326,6 +327,8 @@ class Membership:
         operation.newcomers.remove(rank_id)
         if operation.origin in PLANNED:
             return self._roll_back(operation, f"the new rank {rank_id} died")
+        if operation.origin == "failure":
+            operation.size = min(operation.size, max(len(self.members), self._size_with_room()))
         return [*self._forget_attempt(), *self._launch_missing(operation), *self._prepare_if_loaded()]
 
     def timer(self, name: str, number: int) -> list[Action]:
@@ -395,7 +398,7 @@ class Membership:
         self.members, self.lives = attempt.members, True
         self.suspicion.epoch_begins()
         self._drop(gone)
-        if operation.origin == "user":
+        if operation.origin in CHOSEN:
             self.desired_size = operation.size
         return [
             Begin(attempt.number, self.epoch, self.members),
@@ -476,7 +479,7 @@ class Membership:
     @property
     def _least_size(self) -> int:
         """Of the epoch that follows a failure."""
-        return max(len(self.members), self.min_size) if self.members else self.desired_size
+        return max(len(self.members), self.min_size) if self.members else self._size_with_room()
 
     def _remove_suspects(self, operation: Operation) -> list[Action]:
         """Before another try: if somebody has kept the others from stepping too often, go on without it."""
@@ -490,3 +493,8 @@ class Membership:
         successor = Operation(number=self.num_operations, origin="failure", size=self._least_size)
         successor.newcomers = [rank for rank in operation.newcomers if rank not in suspects]
         return [*stopped, *self._open(successor), *self._prepare_if_loaded()]
+
+    def _size_with_room(self) -> int:
+        """Of a group that is launched anew: as desired, or what there is room for."""
+        room = self.desired_size if self.num_places is None else self.num_places
+        return max(self.min_size, min(self.desired_size, room))

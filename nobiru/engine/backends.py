@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from nobiru import env
+from nobiru import env, machine
 from nobiru.config import EngineConfig
 from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine.heart import Hearts
@@ -33,6 +33,11 @@ class Backend(Protocol):
     @property
     def endpoint(self) -> str: ...
 
+    @property
+    def num_places(self) -> int:
+        """How many ranks there is room for, now."""
+        ...
+
     def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
         """Begin a rank's process; `OSError` when the system cannot start one. Also before `open`."""
         ...
@@ -47,14 +52,18 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """Processes of this machine, with a recorder of `recorder_capacity` sequences in memory they share with it."""
+    """Processes of this machine, with a recorder of `recorder_capacity` sequences in memory they share with it.
+
+    There is room for one rank on each core, and for `max_ranks`: they share cores, and memory is not looked at.
+    """
 
     host = "127.0.0.1"
 
-    def __init__(self, *, environment: Mapping[str, str], recorder_capacity: int) -> None:
+    def __init__(self, *, environment: Mapping[str, str], recorder_capacity: int, max_ranks: int) -> None:
         self.endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
         self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
         self._recorder_capacity = recorder_capacity
+        self.num_places = max(max_ranks, machine.default_num_threads())
 
     def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
         recorder = FlightRecorder.create(self._recorder_capacity)
@@ -86,12 +95,17 @@ class RayBackend:
             environment={name: environment[name] for name in env.REMOTE_RANK_VARIABLES if name in environment},
             num_ranks=config.data_parallel_size,
             cpus_per_rank=None if threads is None else threads * workers,
+            max_ranks=config.max_size,
         )
         self.host = self._launcher.host
         # Both listen from now on: ranks are told the ports before the server's event loop runs.
         self._hearts = Hearts(self.host)
         self._listener = socket.create_server((self.host, 0))
         self.endpoint = f"tcp://{self.host}:{self._listener.getsockname()[1]}"
+
+    @property
+    def num_places(self) -> int:
+        return self._launcher.num_places
 
     def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
         spec = msgspec.structs.replace(spec, heart=self._hearts.address)
@@ -113,4 +127,4 @@ class RayBackend:
 def make_backend(config: EngineConfig, *, environment: Mapping[str, str], recorder_capacity: int) -> Backend:
     if config.data_parallel_backend == "ray":
         return RayBackend(config, environment=environment)
-    return LocalBackend(environment=environment, recorder_capacity=recorder_capacity)
+    return LocalBackend(environment=environment, recorder_capacity=recorder_capacity, max_ranks=config.max_size)

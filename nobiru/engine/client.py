@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from nobiru.config import EngineConfig, SchedulerConfig
+from nobiru.elastic.autoscale import Usage
 from nobiru.engine import messages
 from nobiru.engine.backends import make_backend
 from nobiru.engine.controller import Controller
@@ -109,6 +110,7 @@ class ZmqClient:
             balance=ExpertBalance(config, observer) if config.enable_expert_parallel else None,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
+            num_places=lambda: self._backend.num_places,
             on_loaded=self._on_loaded,
             on_lost=self._on_lost,
         )
@@ -117,7 +119,10 @@ class ZmqClient:
         self._states: dict[str, EngineState] = {}
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._num_probes = 0
+        self._max_num_seqs = limits.max_num_seqs
         self._throughput = Throughput(half_life_s=THROUGHPUT_HALF_LIFE_S)
+        self._num_served_tokens = 0
+        self._compute_s = 0.0
         self._receiver: asyncio.Task[None] | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -215,8 +220,24 @@ class ZmqClient:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Recent tokens per second of computing; None before the first step."""
-        return self._throughput.tokens_per_s
+        """How fast the queue gets shorter, by recent steps, with all ranks that serve; None before the first step."""
+        rate = self._throughput.tokens_per_s
+        return None if rate is None else rate * max(1, len(self._serving))
+
+    def usage(self) -> Usage:
+        """What the ranks are and what they have done."""
+        size, states = len(self._serving), self._states.values()
+        num_running = sum(state.num_running for state in states)
+        return Usage(
+            size=size,
+            is_changing=size == 0 or not self.operations.is_settled,
+            num_served_tokens=self._num_served_tokens,
+            compute_s=self._compute_s,
+            occupancy=max(
+                num_running / (self._max_num_seqs * max(1, size)),
+                sum(state.kv_usage for state in states) / max(1, len(states)),
+            ),
+        )
 
     @property
     def failed(self) -> asyncio.Future[str]:
@@ -326,6 +347,7 @@ class ZmqClient:
     def _step_done(self, rank: Rank, done: StepDone) -> None:
         rank.has_worked = True
         self.last_forward_s = time.monotonic()
+        num_queued = self.queued_tokens
         self._generation.apply(done.generated)
         if done.failures:
             seq_ids = np.frombuffer(done.seq_ids, dtype="<i8")
@@ -333,11 +355,14 @@ class ZmqClient:
                 self._generation.fail(int(seq_ids[failure.index]), failure)
         for entry in self._ledger.apply(done):
             self._resolve(entry)
+        self._compute_s += done.compute_s
+        if num_queued:
+            self._num_served_tokens += num_queued - self.queued_tokens
+            self._throughput.add(num_queued - self.queued_tokens, done.compute_s)
         self._send_slices()
         self._send_children()
         if done.state is not None:
             self._observe(rank, done.state)
-        self._throughput.add(done.num_tokens, done.compute_s)
         self._observer.observe_step(done.num_tokens, done.num_sequences, done.compute_s)
         for seconds in done.queue_s:
             self._observer.observe_queue(seconds)
@@ -403,7 +428,11 @@ class ZmqClient:
 
 
 class Throughput:
-    """Tokens per second of computing, the recent past weighing most."""
+    """Queued tokens that a rank serves in a second of computing, the recent past weighing most.
+
+    Only steps count beside which something was queued. They may do other work: the more texts of a language model are
+    in progress, the fewer tokens of prompts fit beside them, and where all places are taken, none.
+    """
 
     def __init__(self, *, half_life_s: float) -> None:
         self._half_life_s = half_life_s
@@ -411,13 +440,15 @@ class Throughput:
         self._seconds = 0.0
 
     def add(self, num_tokens: int, compute_s: float) -> None:
+        """A step."""
         decay = 0.5 ** (compute_s / self._half_life_s)
         self._tokens = self._tokens * decay + num_tokens
         self._seconds = self._seconds * decay + compute_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self._tokens / self._seconds if self._seconds > 0 else None
+        """None before the first tokens."""
+        return self._tokens / self._seconds if self._tokens > 0 and self._seconds > 0 else None
 
 
 def _log_unreachable(future: asyncio.Future[Any]) -> None:

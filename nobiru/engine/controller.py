@@ -91,6 +91,7 @@ class Controller:
         balance: ExpertBalance | None,
         rank_timeout_s: float,
         max_start_failures: int,
+        num_places: Callable[[], int],
         on_loaded: Callable[[Rank, Loaded], None],
         on_lost: Callable[[Rank, Sequence[int]], None],
     ) -> None:
@@ -114,7 +115,9 @@ class Controller:
             later=self._later,
             states=lambda: {rank.rank_id: self.state_of(rank) for rank in self.ranks},
             on_done=self._vacate,
+            num_places=num_places,
         )
+        self._num_places = num_places
         self.holds = Holds(self._later, delays_from(parse_faults(environment.get(env.FAULT_INJECTION, ""))))
         self._max_start_failures = max_start_failures
         self._on_loaded = on_loaded
@@ -164,6 +167,7 @@ class Controller:
         status: dict[str, Any] = {
             "epoch": self.machine.epoch,
             "desired_size": self.machine.desired_size,
+            "max_data_parallel_size": self.operations.max_size,
             "operation": None if running is None else self.operations.document(running.operation_id),
         }
         if self.balance is not None and (placement := self.balance.placement) is not None:
@@ -239,6 +243,7 @@ class Controller:
         self._num_start_failures = 0 if had_loaded else self._num_start_failures + 1
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
+        self.machine.num_places = self._num_places()
         actions = self.machine.rank_lost(rank.rank_id)
         self._on_lost(rank, executing)
         operation = self.machine.operation

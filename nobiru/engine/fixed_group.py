@@ -35,6 +35,7 @@ class FixedGroup:
         balance: ExpertBalance | None,
         rank_timeout_s: float,
         max_start_failures: int,
+        num_places: Callable[[], int],  # of use once the number can change
         on_loaded: Callable[[Rank, Loaded], None],
         on_lost: Callable[[Rank, Sequence[int]], None],
     ) -> None:
@@ -132,6 +133,7 @@ class NoOperations:
     """Refuses all changes."""
 
     is_busy = False
+    is_settled = False
 
     def request(self, **asked: Any) -> dict[str, Any]:
         """Refused: `InvalidRequestError`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from nobiru.config import EngineConfig
 from nobiru.elastic import membership
-from nobiru.elastic.membership import Action, Membership, Operation
+from nobiru.elastic.membership import Action, Membership, Operation, Origin
 from nobiru.elastic.records import OperationRecord
 from nobiru.engine.expert_balance import ExpertBalance
 from nobiru.engine.supervisor import backoff_s
@@ -24,12 +24,14 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAL_FAILURES = 5
 MAX_REMEMBERED = 1000
+ROOM_POLL_S = 2.0
 
 
 class Operations:
     """`request` and `cancel` change the membership, `document` and `documents` tell of it, and of the last
     `MAX_REMEMBERED` changes before.
 
+    `num_places()` is how many ranks there is room for, which may change.
     `note_phases` is to be called whenever the machine has been told something, `heal_if_due` when that is settled.
     `states` gives the ranks' states by id; `later(seconds, call)` calls something, also `on_settled`, which is told
     when an operation is done.
@@ -45,6 +47,7 @@ class Operations:
         later: Callable[[float, Callable[[], None]], None],
         states: Callable[[], Mapping[str, str]],
         on_done: Callable[[], None],
+        num_places: Callable[[], int],
     ) -> None:
         self._config = config
         self._machine = machine
@@ -54,8 +57,9 @@ class Operations:
         self._states = states
         self._on_done = on_done
         self._records: dict[int, OperationRecord] = {}  # by number, newest last
+        self._num_places = num_places
+        self._will_heal = False
         self._num_heal_failures = 0
-        self._heals_later = False
 
     @property
     def running(self) -> OperationRecord | None:
@@ -66,7 +70,7 @@ class Operations:
     @property
     def max_size(self) -> int:
         """The most ranks that may be asked for."""
-        return self._config.max_data_parallel_size or max(8, self._config.data_parallel_size)
+        return self._config.max_data_parallel_size or self._num_places()
 
     def request(
         self,
@@ -79,8 +83,12 @@ class Operations:
         deadline_s: float = 600.0,
         dry_run: bool = False,
         idempotency_key: str | None = None,
+        origin: Origin = "user",
     ) -> dict[str, Any]:
-        """Begin an operation; its document. Raises `InvalidRequestError` or `ConflictError`."""
+        """Begin an operation; its document. Raises `InvalidRequestError` or `ConflictError`.
+
+        A user's takes the place of the autoscaler's, if that is not committed yet.
+        """
         for record in self._records.values():
             if idempotency_key is not None and record.idempotency_key == idempotency_key:
                 return self._document(record)
@@ -89,11 +97,13 @@ class Operations:
         if dry_run:
             return self._forecast(size, gone)
         machine = self._machine
+        if origin == "user" and (running := machine.operation) is not None and running.origin == "autoscaler":
+            self._perform(machine.cancel("a user asked for another change"))
         if self.is_busy:
             number = "" if self.running is None else f" ({self.running.operation_id})"
             raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
         actions = machine.request(
-            size=size, remove=gone, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
+            size=size, remove=gone, origin=origin, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
         )
         target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
         record = self._note_new(machine.latest, target, idempotency_key)
@@ -105,6 +115,13 @@ class Operations:
     def is_busy(self) -> bool:
         """Whether the membership is changing."""
         return self._machine.operation is not None or not self._machine.lives
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the membership stays as it is until somebody asks, or dies: nothing is to be healed either."""
+        machine = self._machine
+        can_heal = self._config.self_heal and self._num_heal_failures < MAX_HEAL_FAILURES
+        return not self.is_busy and (len(machine.members) >= self._healing_size or not can_heal)
 
     def cancel(self, operation_id: str) -> dict[str, Any]:
         """Undo an operation before its commit; `ConflictError` when it is too late."""
@@ -129,24 +146,34 @@ class Operations:
             self._perform(self._machine.cancel("the deadline has passed"))
 
     def heal_if_due(self) -> None:
-        """Grow back to the size that was asked for, some time after a failure."""
-        if self._is_heal_due and not self._heals_later:
-            self._heals_later = True
-            self._later(backoff_s(self._num_heal_failures + 1), self._heal)
+        """Grow back towards the size that was asked for, some time after a failure."""
+        if self._is_heal_due and not self._will_heal:
+            self._will_heal = True
+            has_room = self._healing_size > len(self._machine.members)
+            self._later(backoff_s(self._num_heal_failures + 1) if has_room else ROOM_POLL_S, self._heal)
 
     @property
     def _is_heal_due(self) -> bool:
+        """Whether ranks are missing, and nobody is doing anything about it."""
         if not self._config.self_heal or self.is_busy or self._num_heal_failures >= MAX_HEAL_FAILURES:
             return False
         return len(self._machine.members) < self._machine.desired_size
 
+    @property
+    def _healing_size(self) -> int:
+        """What is wanted, or as much of it as there is room for."""
+        return min(self._machine.desired_size, self._num_places())
+
     def _heal(self) -> None:
-        self._heals_later = False
+        self._will_heal = False
+        machine, size = self._machine, self._healing_size
         if not self._is_heal_due:  # whatever makes it due again asks again
             return
-        machine = self._machine
-        actions = machine.request(size=machine.desired_size, origin="heal")
-        self._note_new(machine.latest, {"data_parallel_size": machine.desired_size}, None)
+        if size <= len(machine.members):
+            self.heal_if_due()
+            return
+        actions = machine.request(size=size, origin="heal")
+        self._note_new(machine.latest, {"data_parallel_size": size}, None)
         self._perform(actions)
 
     # ---- records -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor
 from nobiru.errors import InferenceError, InvalidRequestError
 from nobiru.folder.spec import ModelFolder
 from nobiru.generation import SampledToken, SampleRequest, SamplingParams
+from nobiru.ops.native.library import kernels_for
 from nobiru.runner.draw import DrawOptions, best_tokens, draw, log_total
 from nobiru.runner.grammar import GrammarMatcher, Grammars
 from nobiru.runner.token_counts import TokenCounts
@@ -90,12 +91,12 @@ class Sampler:
         """Token ids [B]; of no meaning for rows without a finite best score."""
         drawn = [row for row, request in enumerate(requests) if not request.input.params.is_greedy]
         if not drawn:
-            return scores_BV.argmax(1)
+            return _argmax(scores_BV)
         options = _draw_options([requests[row] for row in drawn], self._vocab_size)
         if len(drawn) == len(requests):
             return draw(scores_BV, options)
         rows_b = torch.tensor(drawn, device=self._device)
-        ids_B = scores_BV.argmax(1)
+        ids_B = _argmax(scores_BV)
         ids_B[rows_b] = draw(scores_BV[rows_b], options)
         return ids_B
 
@@ -237,6 +238,11 @@ class Adjustments:
         scores_v = torch.where(scores_v > 0, scores_v / repetition_v, scores_v * repetition_v)
         scores_v -= frequency_v * counts_v + presence_v * (counts_v > 0)
         scores_BV[places] = scores_v.clamp_(max=_MOST)
+
+
+def _argmax(scores_BV: Tensor) -> Tensor:
+    kernels = kernels_for(scores_BV)
+    return scores_BV.argmax(1) if kernels is None else kernels.argmax(scores_BV)
 
 
 def _places(rows: Iterable[int], ids: list[NDArray[np.int64]], like: Tensor) -> tuple[Tensor, Tensor]:

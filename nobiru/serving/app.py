@@ -6,9 +6,9 @@ describes them at /docs and /openapi.json, and serves what the gate does not kno
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,10 +22,11 @@ from nobiru import __version__
 from nobiru.config import SchedulingPolicy, ServerConfig
 from nobiru.errors import MethodNotAllowedError, NobiruError, NotFoundError
 from nobiru.folder.spec import ModelFolder
-from nobiru.metrics import Metrics
+from nobiru.metrics import AutoscalerMetrics, Metrics
 from nobiru.serving import openapi
 from nobiru.serving.admission import Admission
-from nobiru.serving.elastic import ElasticRoutes
+from nobiru.serving.autoscaler import Autoscaler
+from nobiru.serving.elastic import DRAIN_TIMEOUT_S, ElasticRoutes
 from nobiru.serving.gate import Endpoint, Gate
 from nobiru.serving.generation import GenerationRoutes
 from nobiru.serving.openai import OpenAIRoutes
@@ -113,8 +114,10 @@ def create_app(
     scheduling_policy: SchedulingPolicy = "priority",
 ) -> NobiruApp:
     """The application, which starts `client` when it starts, and stops it when it ends."""
+    admission = Admission(client, max_queued_tokens=config.max_queued_tokens)
+    autoscaler = _autoscaler(config, client, admission, metrics)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             try:
@@ -122,7 +125,8 @@ def create_app(
             except Exception as error:
                 app.state.start_error = error  # for the server: the ASGI protocol only passes text on
                 raise
-            yield
+            async with contextlib.nullcontext() if autoscaler is None else autoscaler.running():
+                yield
         finally:
             await client.stop()
 
@@ -133,9 +137,19 @@ def create_app(
         pool=pool,
         client=client,
         metrics=metrics,
-        admission=Admission(client, max_queued_tokens=config.max_queued_tokens),
+        admission=admission,
+        autoscaler=autoscaler,
     )
     return NobiruApp(services, title="nobiru", version=__version__, lifespan=lifespan)
+
+
+def _autoscaler(config: ServerConfig, client: Engine, admission: Admission, metrics: Metrics) -> Autoscaler | None:
+    if config.autoscaling is None:
+        return None
+    drain_timeout_s = DRAIN_TIMEOUT_S if config.drain_by_default else None
+    return Autoscaler(
+        config.autoscaling, client, admission, AutoscalerMetrics(metrics.registry), drain_timeout_s=drain_timeout_s
+    )
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -45,8 +45,11 @@ class ElasticRoutes:
         self._services = services
 
     async def status(self, request: Request) -> Response:
-        """The epoch, the ranks with process and state, and the operation that is running."""
-        return JsonResponse(dict(self._services.client.status()))
+        """The epoch, the ranks with process and state, the operation that is running, and what the autoscaler sees."""
+        document = dict(self._services.client.status())
+        if self._services.autoscaler is not None:
+            document["autoscaler"] = self._services.autoscaler.status()
+        return JsonResponse(document)
 
     async def scale(self, request: Request) -> Response:
         """Change the number of ranks, and answer when that is done."""

@@ -54,6 +54,7 @@ class ProbeRoutes:
             num_requests=client.queued_requests,
             num_tokens=client.queued_tokens,
             estimated_wait_s=self._services.admission.estimated_wait_s(),
+            num_ranks=client.usage().size,
         )
         body, content_type = metrics.render()
         return Response(body, headers={"content-type": content_type})

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from nobiru.elastic.autoscale import Usage
+from nobiru.elastic.membership import Origin
 from nobiru.frontend.text_stream import TextStream
 from nobiru.frontend.token_texts import TokenTexts
 from nobiru.generation import GenerationDelta, GenerationRequest, SamplingParams
@@ -156,6 +158,7 @@ class RankControl(Protocol):
         deadline_s: float = 600.0,
         dry_run: bool = False,
         idempotency_key: str | None = None,
+        origin: Origin = "user",
     ) -> dict[str, Any]:
         """Begin an operation. Raises `InvalidRequestError` or `ConflictError`."""
         ...
@@ -218,6 +221,10 @@ class Engine(QueueView, Protocol):
 
     async def probe(self, timeout_s: float) -> bool:
         """Run a small forward pass; whether it ended in time."""
+        ...
+
+    def usage(self) -> Usage:
+        """What the ranks are and what they have done."""
         ...
 
     def status(self) -> Mapping[str, Any]:

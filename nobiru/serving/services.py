@@ -9,6 +9,7 @@ from nobiru.errors import InvalidRequestError, NotFoundError
 from nobiru.folder.spec import ModelFolder
 from nobiru.metrics import Metrics
 from nobiru.serving.admission import Admission
+from nobiru.serving.autoscaler import Autoscaler
 from nobiru.serving.protocols import Engine, Pool
 
 
@@ -23,6 +24,7 @@ class Services:
     client: Engine
     metrics: Metrics
     admission: Admission
+    autoscaler: Autoscaler | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:

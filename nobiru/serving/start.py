@@ -27,7 +27,8 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
     metrics = Metrics()
     if engine.num_threads is None and engine.data_parallel_backend == "local":
         cores = machine.default_num_threads()
-        num_processes = engine.data_parallel_size * engine.tensor_parallel_size
+        num_ranks = engine.data_parallel_size if server.autoscaling is None else server.autoscaling.max_size
+        num_processes = num_ranks * engine.tensor_parallel_size
         engine = msgspec.structs.replace(engine, num_threads=max(1, cores // num_processes))
     client = ZmqClient(
         engine,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from generation_requests import CACHE, GREEDY, PROMPTS, generation, text_of, texts_of
 from ranks import is_alive, running, until
+from ray_nodes import Nodes, ray_nodes
 
 from nobiru import LLM
 from nobiru.elastic.launcher import ray as launcher_module
@@ -23,40 +24,13 @@ from nobiru.errors import RequestKilledRankError
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-SMALL = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
-TESTS = Path(__file__).parents[1]
 POISON = 77
-
-
-class Nodes:
-    """A cluster on this machine: a node for the test itself, and two with one CPU each, so with room for one rank."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SMALL})
-        self._nodes = [self._cluster.add_node(num_cpus=1, **SMALL) for _ in range(2)]
-        self.address: str = self._cluster.address
-
-    def replace_one(self) -> None:
-        """A machine dies, and another comes."""
-        self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
-        self._nodes.append(self._cluster.add_node(wait=False, num_cpus=1, **SMALL))
-
-    def end(self) -> None:
-        self._cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]))
-        nodes = Nodes()
-        try:
-            yield nodes
-        finally:
-            nodes.end()
+    with ray_nodes(2) as nodes:
+        yield nodes
 
 
 @pytest.fixture
@@ -67,16 +41,6 @@ def launcher(nodes: Nodes) -> Iterator[RayLauncher]:
     yield launcher
     launcher.close()
     assert not ray.is_initialized()
-
-
-def assert_nothing_is_left(nodes: Nodes) -> None:
-    """All CPUs are free again and all placement groups removed, soon after."""
-    ray.init(address=nodes.address)
-    try:
-        asyncio.run(until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], 10))
-        assert {each["state"] for each in ray.util.placement_group_table().values()} <= {"REMOVED"}
-    finally:
-        ray.shutdown()
 
 
 def rank_pids(client: ZmqClient) -> list[int]:
@@ -90,6 +54,10 @@ def test_experts_spread_over_nodes_and_whatever_dies(nodes: Nodes, tmp_path: Pat
     llm = LLM(str(model), dtype="float32", num_threads=1, **CACHE)
     expected = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     seen: list[int] = []
+
+    def replace_a_node() -> None:
+        nodes.kill(nodes.ids[0])
+        nodes.add(wait=False)
 
     async def survives(client: ZmqClient, failure: Callable[[], None]) -> None:
         seen.extend(rank_pids(client))
@@ -111,13 +79,13 @@ def test_experts_spread_over_nodes_and_whatever_dies(nodes: Nodes, tmp_path: Pat
             first, second = rank_pids(client)
             await survives(client, lambda: os.kill(first, signal.SIGKILL))
             await survives(client, lambda: os.kill(second, signal.SIGSTOP))
-            await survives(client, nodes.replace_one)
+            await survives(client, replace_a_node)
             assert client.queued_requests == 0
             seen.extend(rank_pids(client))
 
     asyncio.run(main())
     asyncio.run(until(lambda: not any(map(is_alive, seen)), 10))
-    assert_nothing_is_left(nodes)
+    nodes.assert_nothing_is_left()
 
 
 def test_a_prompt_that_kills_ranks_fails_alone(nodes: Nodes, language_model: Path) -> None:
@@ -172,7 +140,7 @@ def test_a_rank_without_a_place_and_one_that_is_killed(
 
     asyncio.run(main())
     launcher.close()
-    assert_nothing_is_left(nodes)
+    nodes.assert_nothing_is_left()
 
 
 def test_no_rank_outlives_a_killed_server(nodes: Nodes) -> None:
@@ -195,4 +163,4 @@ time.sleep(60)
     server.kill()
     server.wait()
     asyncio.run(until(lambda: not any(map(is_alive, pids)), 10))
-    assert_nothing_is_left(nodes)
+    nodes.assert_nothing_is_left()

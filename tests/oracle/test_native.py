@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -154,6 +155,37 @@ def test_what_is_not_a_number_stays_so() -> None:
         product = torch.empty(2, 16, dtype=dtype)
         assert kernels.silu_product(x, product)
         assert product.isnan().sum() == 1 and product[1, 3].isnan()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["this", "avx2"])
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 5),
+    size=st.integers(1, 70) | st.just(9000),
+    values=st.sampled_from([2, 50, 10_000_000]),
+    odd=st.sampled_from([(), (float("nan"),), (float("inf"), float("-inf")), (float("nan"), float("inf"))]),
+    seed=st.integers(0, 1000),
+)
+def test_argmax(
+    kind: str, rows: int, size: int, values: int, odd: tuple[float, ...], seed: int, request: pytest.FixtureRequest
+) -> None:
+    kernels = kernels_of(kind, request)
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randint(-values, values, (rows, size + 3), generator=random).float()
+    for value in odd:
+        for place in torch.randint(0, size + 3, (3,), generator=random).tolist():
+            x[torch.randint(0, rows, (1,), generator=random), place] = value
+    found = kernels.argmax(x[:, 1 : size + 1])
+    # torch leaves open which one of several it gives; NumPy gives the first, also of not-a-numbers.
+    assert found.tolist() == np.argmax(x[:, 1 : size + 1].numpy(), axis=1).tolist()
+
+
+@needs_compiler
+def test_argmax_of_nothing_finite() -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    assert kernels.argmax(torch.full((2, 40), -torch.inf)).tolist() == [0, 0]
 
 
 @needs_compiler

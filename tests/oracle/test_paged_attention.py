@@ -58,7 +58,7 @@ def test_queries_may_lie_anywhere_in_memory() -> None:
 @pytest.mark.parametrize("head_size", [16, 64, 128, 256])
 @pytest.mark.parametrize(("block_size", "key_heads"), [(4, 2), (16, 6), (16, 2), (16, 1), (32, 3)])
 def test_bfloat16(head_size: int, window: int | None, block_size: int, key_heads: int) -> None:
-    spans = [(70, 1), (3, 1), (200, 1), (0, 1), (0, 30), (17, 9)]
+    spans = [(70, 1), (3, 1), (200, 1), (0, 1), (0, 30), (17, 9), (0, 150), (90, 70)]
     case = make_case(
         spans, block_size=block_size, num_heads=6, key_heads=key_heads, head_size=head_size, dtype=torch.bfloat16
     )

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from nobiru.config import ServerConfig
+from nobiru.elastic.autoscale import Usage
 from nobiru.errors import InferenceError, InvalidRequestError
 from nobiru.folder.spec import ModelFolder, NormalizeSpec, PoolingSpec
 from nobiru.metrics import Metrics
@@ -157,6 +158,10 @@ class FakeEngine:
     async def probe(self, timeout_s: float) -> bool:
         self.counts["probes"] += 1
         return self.has_working_rank
+
+    def usage(self) -> Usage:
+        size = int(self.has_working_rank)
+        return Usage(size=size, is_changing=not size, num_served_tokens=0, compute_s=0.0, occupancy=0.0)
 
     def status(self) -> dict[str, Any]:
         return {"epoch": 0, "ranks": [{"rank_id": "r0", "pid": os.getpid(), "state": "serving"}], **self.counts}

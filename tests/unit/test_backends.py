@@ -64,3 +64,8 @@ assert not {"ray", "torch"} & set(sys.modules), "imported"
 )
 def test_cpus_are_shared_so_that_every_rank_finds_a_node(nodes: list[int], num_ranks: int, share: int) -> None:
     assert share_cpus(nodes, num_ranks) == share
+
+
+@pytest.mark.parametrize(("options", "least"), [({}, 8), ({"data_parallel_size": 30}, 30)])
+def test_this_machine_has_room_for_what_was_asked_for(options: dict[str, int], least: int) -> None:
+    assert make_backend(config("local", **options), environment={}, recorder_capacity=1).num_places >= least

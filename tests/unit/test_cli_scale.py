@@ -338,6 +338,41 @@ def test_status_is_a_table(scripted: Scripted, capsys: pytest.CaptureFixture[str
     assert lines[-1] == "operation op-1 (user): to 4 ranks, committing, for 2.5 s"
 
 
+def test_status_tells_of_the_autoscaler(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    decision = {
+        "time": 0.0,
+        "from_ranks": 1,
+        "to_ranks": 2,
+        "reason": "the wait is long",
+        "phase": "done",
+        "error": None,
+    }
+    autoscaler: dict[str, Any] = {
+        "min": 1,
+        "max": 8,
+        "target_wait_s": 2.0,
+        "dry_run": False,
+        "now": {"action": "hold", "reason": "the wait is low"},
+        "last_decision": decision,
+        "error": None,
+    }
+    others = [
+        {**autoscaler, "now": None, "last_decision": None, "dry_run": True},
+        {**autoscaler, "error": "TypeError: x"},
+    ]
+    answers = [(200, {**STATUS, "autoscaler": each}) for each in (autoscaler, *others)]
+    scripted.script = {("GET", "/elastic/status"): answers}
+    shown = []
+    for _ in range(3):
+        assert run("status", "--url", scripted.url) == 0
+        shown.append(capsys.readouterr().out.splitlines())
+    assert shown[0][-2] == "autoscaler: 1 to 8 ranks, wait 2 s; now hold: the wait is low"
+    assert shown[0][-1].startswith("last decision at ")
+    assert shown[0][-1].endswith(": 1 -> 2 ranks, done: the wait is long")
+    assert shown[1][-1] == "autoscaler: 1 to 8 ranks, wait 2 s, dry run"
+    assert shown[2][-1] == "autoscaler: 1 to 8 ranks, wait 2 s; has ended: TypeError: x"
+
+
 def test_status_of_a_server_without_experts(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     plain = {"epoch": 0, "ranks": [{**STATUS["ranks"][0], "rank_id": "[red]r0"}]}
     scripted.script = {("GET", "/elastic/status"): [(200, plain)]}

@@ -19,6 +19,7 @@ class Group:
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch, *, self_heal: bool = True) -> None:
         self.now_s = 1000.0
+        self.num_places = 8
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.machine = Membership(desired_size=size)
         self.operations = Operations(
@@ -29,6 +30,7 @@ class Group:
             later=lambda seconds, call: self.timers.append((self.now_s + seconds, call)),
             states=lambda: {},
             on_done=lambda: None,
+            num_places=lambda: self.num_places,
         )
         monkeypatch.setattr(operations.time, "monotonic", lambda: self.now_s)
         self.perform(self.machine.start())

@@ -19,7 +19,7 @@ import yaml
 from nobiru.cli import options
 from nobiru.cli.app import app
 from nobiru.config import EngineConfig, ServerConfig
-from nobiru.metrics import Metrics
+from nobiru.metrics import AutoscalerMetrics, Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -128,7 +128,9 @@ def test_variables_of_the_kubernetes_example_are_options() -> None:
 def test_every_metric_is_described() -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     described = set(re.findall(r"`(nobiru_\w+?)(?:_total)?(?:\{[^`]*\})?`", page))
-    body, _ = Metrics().render()
+    metrics = Metrics()
+    AutoscalerMetrics(metrics.registry)
+    body, _ = metrics.render()
     types = re.findall(r"^# TYPE (nobiru_\w+)", body.decode(), re.MULTILINE)
     exported = {name.removesuffix("_total") for name in types}
     exported = {name for name in exported if not name.endswith("_created")}

@@ -35,7 +35,7 @@ def test_what_happened_can_be_read_back() -> None:
     metrics.observe_step(60, 1, 0.01)
     metrics.rejected("queue_full")
     metrics.rank_restarted()
-    metrics.set_queue(num_requests=4, num_tokens=500, estimated_wait_s=2.5)
+    metrics.set_queue(num_requests=4, num_tokens=500, estimated_wait_s=2.5, num_ranks=3)
     found = samples(metrics)
     route = "route=/v1/embeddings"
     assert found["nobiru_requests_total", route, "status=200"] == 2

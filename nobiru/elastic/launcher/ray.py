@@ -2,7 +2,8 @@
 
 Owns the connection to the cluster, and for each rank an actor and a placement group of its own. Knows nothing of
 engines: an actor's process runs an entry point with a description in a thread of its own. The machine it runs on is a
-node of the cluster. Ray is imported when a launcher is made.
+node of the cluster. Nodes come and go: a rank is placed on any that is there and has room. Ray is imported when a
+launcher is made.
 
 What ends an actor: `kill`, the end of the entry point, the end of this process (actors are not detached), and whatever
 the entry point itself watches. Ray restarts none of them and repeats no call; that is the supervisor's business.
@@ -19,12 +20,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from nobiru import env
+from nobiru import env, machine
 from nobiru.elastic.launcher.ended import Ended
 from nobiru.elastic.launcher.local import describe_exit
 from nobiru.errors import ConfigError
@@ -35,6 +36,7 @@ CONNECT_TIMEOUT_S = 10.0
 PLACE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
 POLL_S = 0.5
+NODES_POLL_S = 1.0
 # After a kill, how long to wait for Ray to say that the actor is gone. It cannot when the machine is.
 KILL_TIMEOUT_S = 5.0
 
@@ -71,10 +73,20 @@ class RayRank:
     """One rank and its place. `pid` and `node` are None until it has one.
 
     `kill` and `close` may be called at any time, more than once. A thread waits for all that takes time.
+    `has_room()` says whether all ranks fit onto the nodes, as far as is known.
     """
 
-    def __init__(self, entry: str, spec: bytes, *, environment: Mapping[str, str], num_cpus: int) -> None:
+    def __init__(
+        self,
+        entry: str,
+        spec: bytes,
+        *,
+        environment: Mapping[str, str],
+        num_cpus: int,
+        has_room: Callable[[], bool],
+    ) -> None:
         self._entry = entry
+        self._has_room = has_room
         self._spec = spec
         self._environment = environment
         self._num_cpus = num_cpus
@@ -86,7 +98,14 @@ class RayRank:
         self._actor: Any = None
         self.pid: int | None = None
         self.node: str | None = None
+
+    def begin(self) -> None:
+        """Look for a place, and start there."""
         threading.Thread(target=self._run, name="ray-rank", daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._ended)
 
     async def wait_dead(self) -> str:
         """Until the actor is gone and its place is given back; how it ended, in words."""
@@ -139,10 +158,12 @@ class RayRank:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = self._place = ray.util.placement_group([{"CPU": self._num_cpus}], strategy="STRICT_PACK")
-        end_s = time.monotonic() + PLACE_TIMEOUT_S
+        end_s, had_room = time.monotonic() + PLACE_TIMEOUT_S, self._has_room()
         while not place.wait(POLL_S):
             if self._killed_s < math.inf:
                 return "was ended before it had a place"
+            if had_room and not self._has_room():
+                return f"found no node of the Ray cluster with {self._num_cpus} free CPUs: a node has gone meanwhile"
             if time.monotonic() > end_s:
                 return f"found no node of the Ray cluster with {self._num_cpus} free CPUs in {PLACE_TIMEOUT_S:.0f} s"
         host = ray.remote(RankHost).options(
@@ -173,8 +194,9 @@ class RayRank:
 class RayLauncher:
     """Launches `entry` ("package.module:function") in actors. `host` is this machine's address in the cluster.
 
-    Connects to the cluster at `address`; None: the one that runs here, or a new one that ends with this process. Each
-    rank gets `cpus_per_rank` CPUs; None: as many as `num_ranks` ranks can have of this cluster.
+    Connects to the cluster at `address`; None: the one that runs here, or a new one that ends with this process and has
+    room for `max_ranks` (None: for the first ones), however few CPUs this machine has. Each rank gets `cpus_per_rank`
+    CPUs; None: as many as `num_ranks` ranks can have of this cluster.
     `ConfigError` when Ray is not installed or no cluster answers.
     """
 
@@ -186,6 +208,7 @@ class RayLauncher:
         environment: Mapping[str, str],
         num_ranks: int,
         cpus_per_rank: int | None = None,
+        max_ranks: int | None = None,
     ) -> None:
         try:
             import ray
@@ -197,34 +220,80 @@ class RayLauncher:
         self._entry = entry
         self._environment = dict(environment)
         self._has_connected = not ray.is_initialized()
-        if self._has_connected:
-            _connect(address)
+        if self._has_connected and not _connect(address):
+            cpus_per_rank = cpus_per_rank or share_cpus([machine.default_num_threads()], num_ranks)
+            _start_cluster(cpus_per_rank * (max_ranks or num_ranks))
         self.host: str = ray.util.get_node_ip_address()
-        self.cpus_per_rank = cpus_per_rank or share_cpus(
-            [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]], num_ranks
-        )
+        self._cpus_of_nodes = _cpus_of_nodes()
+        self.cpus_per_rank = cpus_per_rank or share_cpus(self._cpus_of_nodes, num_ranks)
+        self._ranks: list[RayRank] = []
+        self._is_closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch_nodes, name="ray-nodes", daemon=True)
+        self._watcher.start()
+
+    @property
+    def num_places(self) -> int:
+        """How many ranks the nodes that are there have room for, as of about a second ago."""
+        return count_places(self._cpus_of_nodes, self.cpus_per_rank)
 
     def launch(self, spec: bytes) -> RayRank:
         """Begin to place and start a rank."""
-        return RayRank(self._entry, spec, environment=self._environment, num_cpus=self.cpus_per_rank)
+        rank = RayRank(
+            self._entry,
+            spec,
+            environment=self._environment,
+            num_cpus=self.cpus_per_rank,
+            has_room=self._has_room,
+        )
+        self._ranks = [*(each for each in self._ranks if not each.has_ended), rank]
+        rank.begin()
+        return rank
 
     def close(self) -> None:
         """Leave the cluster, at which a new one ends, and all actors do."""
         import ray
 
+        self._is_closed.set()
+        self._watcher.join(NODES_POLL_S)
         if self._has_connected:
             ray.shutdown()
+
+    def _has_room(self) -> bool:
+        return sum(not each.has_ended for each in self._ranks) <= self.num_places
+
+    def _watch_nodes(self) -> None:
+        """Asking the cluster takes time, so it is done beside whoever wants to know."""
+        while not self._is_closed.wait(NODES_POLL_S):
+            try:
+                self._cpus_of_nodes = _cpus_of_nodes()
+            except Exception as error:  # the head node is busy or gone; Ray has no type for it
+                logger.warning("the nodes of the Ray cluster are not known: %s", error)
+
+
+def _cpus_of_nodes() -> list[int]:
+    import ray
+
+    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+
+
+def count_places(cpus_of_nodes: Sequence[int], cpus_per_rank: int) -> int:
+    """How many ranks of so many CPUs fit onto the nodes."""
+    return sum(cpus // cpus_per_rank for cpus in cpus_of_nodes)
 
 
 def share_cpus(cpus_of_nodes: Sequence[int], num_ranks: int) -> int:
     """The most CPUs that each rank can have if every rank has as many, at least 1."""
     for share in range(max(cpus_of_nodes, default=1), 1, -1):
-        if sum(cpus // share for cpus in cpus_of_nodes) >= num_ranks:
+        if count_places(cpus_of_nodes, share) >= num_ranks:
             return share
     return 1
 
 
-def _connect(address: str | None) -> None:
+_OPTIONS = {"include_dashboard": False, "logging_level": logging.WARNING}
+
+
+def _connect(address: str | None) -> bool:
+    """To the cluster that is there. False when none was named and none runs here."""
     import ray
 
     if address is not None and address.startswith("ray://"):
@@ -234,16 +303,24 @@ def _connect(address: str | None) -> None:
         )
     if address is not None:
         _look_for(address)
-    options = {"include_dashboard": False, "logging_level": logging.WARNING}
     with _same_sigterm_handler():
         try:
-            ray.init(address=address or "auto", **options)
+            ray.init(address=address or "auto", **_OPTIONS)
         except (ConnectionError, RuntimeError, ValueError) as error:
             if address is not None or not isinstance(error, ConnectionError):
                 raise ConfigError(f"no Ray cluster can be used: {error}", param="ray_address") from error
-            logger.warning("there is no Ray cluster here: starting one that ends with this process")
-            env.report_no_ray_usage()
-            ray.init(**options)
+            return False
+    return True
+
+
+def _start_cluster(num_cpus: int) -> None:
+    """One of our own, whose only node has so many CPUs to give away, whatever the machine has."""
+    import ray
+
+    logger.warning("there is no Ray cluster here: starting one that ends with this process")
+    env.report_no_ray_usage()
+    with _same_sigterm_handler():
+        ray.init(num_cpus=num_cpus, **_OPTIONS)
 
 
 def _look_for(address: str) -> None:

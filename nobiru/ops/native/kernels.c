@@ -497,7 +497,7 @@ static void weigh_row(float *scores, long first, long seen, float softcap, float
         for (long i = 0; i < size; i += LANES) store_f32(mixed + i, load_f32(mixed + i) * shrink);
 }
 
-#define PREFILL(NAME, T, LOAD, STORE)                                                                                  \
+#define PREFILL(NAME, ANOTHER_TASK, T, LOAD, STORE)                                                                                  \
     static void NAME##_task(void *arguments, long task) {                                                              \
         struct prefill *a = arguments;                                                                                 \
         const struct tile tile = a->tiles[task / a->key_heads];                                                        \
@@ -553,10 +553,20 @@ static void weigh_row(float *scores, long first, long seen, float softcap, float
             for (long i = 0; i < size; i += LANES) STORE(target + i, load_f32(mixed + r * size + i) / sums[r]);        \
         }                                                                                                              \
     }                                                                                                                  \
-    void NAME(struct prefill *a) { in_parallel(NAME##_task, a, a->num_tiles * a->key_heads, a->threads); }
+    void NAME(struct prefill *a) {                                                                                     \
+        void (*task)(void *, long) = ANOTHER_TASK(a);                                                                  \
+        in_parallel(task ? task : NAME##_task, a, a->num_tiles * a->key_heads, a->threads);                            \
+    }
 
-PREFILL(prefill_f32, float, load_f32, store_f32)
-PREFILL(prefill_bf16, bf16, load_bf16, store_bf16)
+#ifdef __AMX_BF16__
+#include "tiles_prefill.h"
+#else
+#define task_of_tiles(a) 0
+#endif
+#define task_of_vectors(a) 0
+
+PREFILL(prefill_f32, task_of_vectors, float, load_f32, store_f32)
+PREFILL(prefill_bf16, task_of_tiles, bf16, load_bf16, store_bf16)
 
 /* ---- rows -----------------------------------------------------------------------------------------------------------
  *
@@ -642,5 +652,39 @@ static void share_rows(void (*run)(void *, long), struct rows *r, int threads) {
 typedef float f32;
 ROWS(f32, load_f32, store_f32)
 ROWS(bf16, load_bf16, store_bf16)
+
+/* The place of the largest value of each row, the first of several; of a row with not-a-numbers, the first of those. */
+static void largest_places_part(void *arguments, long part) {
+    const struct rows *a = arguments;
+    EACH_ROW(r, a, part) {
+        const float *row = (const float *)a->x + r * a->stride;
+        vec tops = splat(-INFINITY);
+        ivec places = {0}, at = {0};
+        for (int lane = 0; lane < LANES; lane++) at[lane] = (uint32_t)lane;
+        places = at;
+        long i = 0;
+        for (; i + LANES <= a->size; i += LANES, at += LANES) {
+            vec x = load_f32(row + i);
+            ivec is_top = (ivec)(x > tops) | ((ivec)(x != x) & (ivec)(tops == tops));
+            tops = (vec)(((ivec)x & is_top) | ((ivec)tops & ~is_top));
+            places = (at & is_top) | (places & ~is_top);
+        }
+        float top = row[0];
+        long place = 0;
+        for (int lane = 0; lane < LANES && i; lane++) {
+            int is_top = tops[lane] != tops[lane] ? top == top || (long)places[lane] < place
+                                                  : tops[lane] > top || (tops[lane] == top && (long)places[lane] < place);
+            if (is_top) top = tops[lane], place = places[lane];
+        }
+        for (; i < a->size; i++)
+            if (row[i] > top || (row[i] != row[i] && top == top)) top = row[i], place = i;
+        ((int64_t *)a->out)[r] = place;
+    }
+}
+
+void largest_places(const float *x, long stride, int64_t *places, long rows, long size, int threads) {
+    struct rows r = {.x = x, .out = places, .stride = stride, .rows = rows, .size = size};
+    share_rows(largest_places_part, &r, threads);
+}
 
 #include "experts.h"

@@ -40,7 +40,9 @@ from nobiru.ops.native import threads
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = tuple(_SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "tiles.h", "tiles_attention.h"))
+_HEADERS = tuple(
+    _SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "tiles.h", "tiles_attention.h", "tiles_prefill.h")
+)
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
@@ -120,6 +122,9 @@ class Kernels:
         self._weighted_sum = self._by_dtype(
             "weighted_sum", pointer, pointer, pointer, pointer, number, number, number, flag
         )
+        self._largest_places = library.largest_places
+        self._largest_places.argtypes = (pointer, number, pointer, number, number, flag)
+        self._largest_places.restype = None
         self._put = self._by_dtype(
             "put_rows", pointer, number, pointer, number, pointer, pointer, pointer, number, number
         )
@@ -333,6 +338,16 @@ class Kernels:
             _num_threads(num_rows * size),
         )
         return True
+
+    def argmax(self, x_RI: Tensor) -> Tensor:
+        """The place of each row's largest float32 value, [R], as torch's: the first, or the first not-a-number."""
+        num_rows, size = x_RI.shape
+        assert x_RI.stride(1) == 1 and x_RI.dtype == torch.float32 and size > 0
+        places_R = torch.empty(num_rows, dtype=torch.int64)
+        self._largest_places(
+            x_RI.data_ptr(), x_RI.stride(0), places_R.data_ptr(), num_rows, size, _num_threads(num_rows * size)
+        )
+        return places_R
 
     def turn(self, x_RHD: Tensor, turns_R1P: Tensor) -> bool:
         """Multiplies pairs of neighbours in x, as complex numbers, by turns (complex64); False as above."""
