@@ -352,7 +352,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--aborts", type=int, default=0)
     parser.add_argument("--work-dir", type=Path)
-    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--seconds", type=float, default=100)
     options = parser.parse_args()
     import transformers
 

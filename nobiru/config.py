@@ -42,7 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     heads, columns, vocabulary and experts are spread. With `enable_expert_parallel` the workers of all ranks spread the
     experts of a Mixture-of-Experts model among them, and `num_redundant_experts` more copies of them in each layer.
     `enable_eplb` moves experts to where they balance the load of the last `eplb_window_size` steps, every
-    `eplb_step_interval` steps. A rank sends at most `max_transfer_bytes_per_s` for that. A step of the ranks together
+    `eplb_step_interval` steps. A rank sends at most `max_transfer_bytes_per_s` for that, and reads no faster for a
+    planned change of the ranks. A step of the ranks together
     that takes `step_timeout_s` has failed.
 
     The ranks are processes of this machine, or with the `data_parallel_backend` ray actors of the Ray cluster at

@@ -57,6 +57,16 @@ def free_memory_bytes(root: Path = ROOT) -> int | None:
     return _least([*left, parse_mem_available(_read(root / "proc/meminfo"))])
 
 
+def resident_memory_bytes(pid: int | None = None, root: Path = ROOT) -> int | None:
+    """Memory of a process that is its own and lies in no file (default: this process), None if nothing tells."""
+    return _meminfo_bytes(_read(root / f"proc/{'self' if pid is None else pid}/status"), "RssAnon")
+
+
+def describe_bytes(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
     """Ask for huge pages in this memory, which nobody has written yet; nothing happens where there are none.
 

@@ -228,7 +228,7 @@ EplbStepInterval = Annotated[
     int | None, _option(PARALLEL, "Steps between two looks at the balance.", _engine("eplb_step_interval"))
 ]
 MaxTransferBytesPerS = Annotated[
-    int | None, _option(PARALLEL, "Most bytes of experts a rank sends in a second.", "no limit")
+    int | None, _option(PARALLEL, "Most bytes of experts a rank that serves sends or reads in a second.", "no limit")
 ]
 MaxDataParallelSize = Annotated[
     int | None, _option(PARALLEL, "Most ranks that may be asked for while serving.", "what there is room for")

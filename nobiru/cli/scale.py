@@ -63,7 +63,9 @@ DrainTimeoutS = Annotated[
 DeadlineS = Annotated[
     int | None, _option(HOW, f"Undo the change if it is not done by then, in seconds. Default: {DEADLINE_S}.", min=1)
 ]
-DryRun = Annotated[bool, _option(HOW, "Only tell what would move, and change nothing.", "--dry-run")]
+DryRun = Annotated[
+    bool, _option(HOW, "Only tell what would be read, what memory it takes, and whether it can be done.", "--dry-run")
+]
 Url = Annotated[str, _option(SERVER, URL_HELP, "--url", "--base-url")]
 AdminKey = Annotated[
     str | None, _option(SERVER, "Admin key of the server, if it asks for one. NOBIRU_ADMIN_KEY hides it better.")
@@ -93,7 +95,7 @@ def scale(
 
     Ctrl-C undoes the change and waits for that; a second Ctrl-C leaves at once.
 
-    Exit code 0 when it is done, 1 when it was undone or failed, 2 for options that cannot be.
+    Exit code 0 when it is done, 1 when it was undone or failed or would be refused, 2 for options that cannot be.
     """
     asked = make_request(
         size=size,
@@ -112,7 +114,7 @@ def scale(
             document = _begin(server, asked)
             if dry_run:
                 _console().print(forecast(document))
-                return
+                sys.exit(1 if document["error"] else 0)
             operation_id = document["operation_id"]
             with _display() as show:
                 give_up_s = (deadline_s or DEADLINE_S) + AFTER_DEADLINE_S
@@ -268,7 +270,7 @@ def render(document: Mapping[str, Any]) -> RenderableType:
         shown = "" if seconds is None else f"{seconds:.2f}"
         table.add_row(Text(phase, "bold" if is_present else "dim"), Text(shown))
     head = Text(f"operation {document['operation_id']}: to {document['target'].get('data_parallel_size')} ranks")
-    moved = Text(f"{decimal(document['bytes_moved'])} of experts to move")
+    moved = Text(f"{decimal(document['bytes_moved'])} to read")
     return Group(head, table, ranks_line(document["ranks"]), *([moved] if document["bytes_moved"] else []))
 
 
@@ -279,19 +281,26 @@ def summary(document: Mapping[str, Any]) -> Text:
     if document["pause_seconds"] is not None:
         parts.append(f"paused {document['pause_seconds'] * 1000:.1f} ms")
     if document["bytes_moved"]:
-        parts.append(f"{decimal(document['bytes_moved'])} of experts moved")
+        parts.append(f"{decimal(document['bytes_moved'])} read")
     return Text(", ".join([*parts, f"{sum(document['seconds'].values()):.2f} s in all"]))
 
 
 def forecast(document: Mapping[str, Any]) -> RenderableType:
-    """The document of a dry run."""
-    members, expert_bytes = document["target"]["members"], document.get("expert_bytes") or {}
-    table = Table("rank")
-    if expert_bytes:
-        table.add_column("experts", justify="right")
-    for rank in members:
-        table.add_row(Text(rank), *([Text(decimal(expert_bytes[rank]))] if rank in expert_bytes else []))
-    pause_s = document["expected_pause_seconds"]
-    pause = "not known before the first change" if pause_s is None else f"about {pause_s * 1000:.1f} ms"
-    moved = f"{decimal(document['bytes_moved'])} of experts would move"
-    return Group(Text(f"dry run: {len(members)} ranks would serve; {moved}; pause {pause}"), table)
+    """The document of a dry run: for each rank what it reads and its memory, for each node what is needed there."""
+    plan = document["plan"]
+    table = Table("rank", "", "node", box=None, pad_edge=False)
+    for name in ("reads", "memory now", "at most", "afterwards"):
+        table.add_column(name, justify="right")
+    for rank_id, rank in plan["ranks"].items():
+        memory = [decimal(rank["memory_bytes"][when]) for when in ("before", "during", "after")]
+        table.add_row(rank_id, rank["role"], rank["node"] or "", decimal(rank["bytes_to_read"]), *memory)
+    nodes = [
+        Text(f"{name}: {decimal(node['needed_bytes'])} more are needed, {decimal(node['available_bytes'])} available")
+        for name, node in plan["nodes"].items()
+    ]
+    measured = plan["num_pauses_measured"]
+    basis = f"median of {measured} earlier" if measured else "none measured yet"
+    pause = f"pause about {plan['expected_pause_seconds'] * 1000:.1f} ms ({basis})"
+    head = f"dry run: {len(plan['members'])} ranks would serve; {decimal(plan['bytes_to_read'])} would be read; {pause}"
+    refused = [Text(f"it would be refused: {document['error']}", "bold red")] if document["error"] else []
+    return Group(Text(head), table, *nodes, *refused)

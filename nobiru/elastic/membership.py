@@ -312,8 +312,8 @@ class Membership:
         self.suspicion.has_left(rank_id)
         return self._epoch_broke("exchanges failed") if self.lives else []
 
-    def rank_lost(self, rank_id: str) -> list[Action]:
-        """A rank died, or was declared dead."""
+    def rank_lost(self, rank_id: str, cause: str | None = None) -> list[Action]:
+        """A rank died, or was declared dead; `cause` is for people."""
         known = rank_id in self.loaded or rank_id in self.launching
         self._drop([rank_id])
         operation = self.operation
@@ -326,7 +326,7 @@ class Membership:
             return []
         operation.newcomers.remove(rank_id)
         if operation.origin in PLANNED:
-            return self._roll_back(operation, f"the new rank {rank_id} died")
+            return self._roll_back(operation, f"the new rank {rank_id} died{f': {cause}' if cause else ''}")
         if operation.origin == "failure":
             operation.size = min(operation.size, max(len(self.members), self._size_with_room()))
         return [*self._forget_attempt(), *self._launch_missing(operation), *self._prepare_if_loaded()]

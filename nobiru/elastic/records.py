@@ -13,13 +13,15 @@ from nobiru.elastic.membership import ENDED, Operation
 
 @dataclass(slots=True, kw_only=True)
 class OperationRecord:
-    """One operation from the outside. Times are seconds since the epoch of Unix, but for `stopped_s`: on the monotonic
-    clock, when the first rank stood still for it. `pause_s` is from then to the last one's first step afterwards."""
+    """One operation from the outside; `plan` is that of a planned one. Times are seconds since the epoch of Unix, but
+    for `stopped_s`: on the monotonic clock, when the first rank stood still for it. `pause_s` is from then to the last
+    one's first step afterwards."""
 
     operation: Operation
     operation_id: str
     from_epoch: int
     target: dict[str, Any]
+    plan: dict[str, Any] | None = None
     idempotency_key: str | None = None
     to_epoch: int | None = None
     bytes_moved: int = 0
@@ -54,6 +56,7 @@ class OperationRecord:
             "timestamps": dict(self.began),
             "seconds": {name: round(end - began, 6) for (name, began), end in zip(self.began, ends, strict=False)},
             "pause_seconds": self.pause_s,
+            "plan": self.plan,
             "bytes_moved": self.bytes_moved,
             "ranks": dict(self.ranks),
             "idempotency_key": self.idempotency_key,

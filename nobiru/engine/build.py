@@ -18,7 +18,7 @@ from nobiru.config import EngineConfig
 from nobiru.engine.core import EngineCore
 from nobiru.engine.expert_member import ExpertMember
 from nobiru.engine.limits import default_token_budget, scheduler_config
-from nobiru.engine.messages import Inventory
+from nobiru.engine.messages import Inventory, MemoryUse
 from nobiru.engine.shares import check_team, inventory, load_share, make_member
 from nobiru.engine.team import Place, Team
 from nobiru.folder.read import read_folder
@@ -40,8 +40,8 @@ Info = dict[str, str | int | float | bool | None]
 class Engine:
     """A loaded model and its step loop. `info` is what the start line says.
 
-    `member` and `inventory` are those of an expert-parallel rank, `team` are the other workers of a rank that has some;
-    whoever built the engine ends them with `close`.
+    `memory` is None where it is not the machine's. `member` and `inventory` are those of an expert-parallel rank,
+    `team` are the other workers of a rank that has some; whoever built the engine ends them with `close`.
     """
 
     core: EngineCore
@@ -50,6 +50,7 @@ class Engine:
     info: Info
     member: ExpertMember | None = None
     inventory: Inventory | None = None
+    memory: MemoryUse | None = None
     team: Team | None = None
 
     def close(self) -> None:
@@ -138,16 +139,57 @@ def _assemble(
         on_plan=on_plan,
         worker=_make_worker(num_threads) if plans_ahead else None,
     )
-    return Engine(core=core, runner=runner, folder=folder, info=info, member=member, inventory=inventory, team=team)
+    return Engine(
+        core=core,
+        runner=runner,
+        folder=folder,
+        info=info,
+        member=member,
+        inventory=inventory,
+        memory=None if on_cuda else _memory_use(runner, pool, config, folder.max_model_len),
+        team=team,
+    )
 
 
-def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder, team: Team | None) -> BlockPool:
-    """Give the runner its KV cache, and the workers of `team` theirs; the pool of its blocks."""
+def _memory_use(
+    runner: PoolingRunner | CausalRunner, pool: BlockPool | None, config: EngineConfig, max_model_len: int
+) -> MemoryUse | None:
+    """Measured, so it holds for every arrangement of weights; the workers of a rank take about as much as the leader.
+    None where the system does not tell."""
+    resident = machine.resident_memory_bytes()
+    if resident is None:
+        return None
+    num_workers = config.tensor_parallel_size
+    held = block_bytes = num_blocks = least = 0
+    share = None
+    if isinstance(runner, CausalRunner) and pool is not None:
+        block_bytes = runner.cache_shape(pool.block_size).block_bytes * num_workers
+        num_blocks, least = pool.num_blocks, -(-max_model_len // pool.block_size)
+        budget = _cache_budget(runner, config)
+        share = budget.share if budget.memory_bytes is None else None
+        if (moe := runner.moe) is not None:
+            held = int((moe.slots_LS >= 0).sum()) * moe.expert_bytes
+    return MemoryUse(
+        base_bytes=max(0, resident - held) * num_workers,
+        kv_cache_bytes=num_blocks * block_bytes,
+        kv_cache_share=share,
+        least_kv_cache_bytes=least * block_bytes,
+        free_bytes=machine.free_memory_bytes(),
+    )
+
+
+def _cache_budget(runner: CausalRunner, config: EngineConfig) -> cache.CacheBudget:
     memory = cache.default_budget(
         runner.device, memory_bytes=config.kv_cache_memory_bytes, share=config.kv_cache_memory_share
     )
     if config.data_parallel_backend == "local":  # the ranks of one machine share what is free
         memory = replace(memory, share=memory.share / config.data_parallel_size)
+    return memory
+
+
+def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder, team: Team | None) -> BlockPool:
+    """Give the runner its KV cache, and the workers of `team` theirs; the pool of its blocks."""
+    memory = _cache_budget(runner, config)
     block_size = runner.fitting_block_size(config.block_size)
     own = runner.cache_shape(block_size)
     num_blocks = cache.choose_num_blocks(

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ from nobiru.engine.messages import (
     StartFailed,
     StepDone,
     Stop,
+    StoreFailed,
     StoreReady,
     Suspended,
     Switched,
@@ -52,6 +54,7 @@ from nobiru.engine.rank_spec import STORE_IDENTITY, RankSpec
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.supervisor import Rank, RankProcess
 from nobiru.errors import UnavailableError
+from nobiru.folder.state import read_state
 from nobiru.generation import GenerationRequest
 from nobiru.request import PoolingRequest, Vectors
 
@@ -90,6 +93,7 @@ class ZmqClient:
         self._config = config
         self._log_level = log_level
         self._observer = observer
+        self._files = read_state(Path(config.model))
         self._backend = make_backend(config, environment=environment, recorder_capacity=limits.max_num_seqs)
         ids = itertools.count()
         self._ledger = Ledger(
@@ -106,6 +110,7 @@ class ZmqClient:
             self._begin_process,
             endpoint=self._backend.endpoint,
             host=self._backend.host,
+            files=self._files,
             environment=environment,
             balance=ExpertBalance(config, observer) if config.enable_expert_parallel else None,
             rank_timeout_s=rank_timeout_s,
@@ -271,6 +276,7 @@ class ZmqClient:
             slots=slots,
             engine=self._config,
             log_level=self._log_level,
+            files=self._files,
         )
         return self._backend.launch(spec)
 
@@ -324,8 +330,10 @@ class ZmqClient:
                 self._handle(rank, messages.decode_from_rank(payload))
             elif identity == STORE_IDENTITY:
                 message = messages.decode_from_rank(payload)
-                assert isinstance(message, StoreReady)
-                self.ranks.store_is_ready(message)
+                if isinstance(message, StoreReady):
+                    self.ranks.store_is_ready(message)
+                elif isinstance(message, StoreFailed):
+                    self.ranks.store_failed(message)
 
     def _handle(self, rank: Rank, message: messages.FromRank) -> None:
         match message:

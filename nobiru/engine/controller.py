@@ -37,6 +37,7 @@ from nobiru.engine.messages import (
     Moved,
     Parked,
     Stop,
+    StoreFailed,
     StoreReady,
     Suspended,
     Switched,
@@ -44,11 +45,13 @@ from nobiru.engine.messages import (
     Wake,
 )
 from nobiru.engine.operations import Operations
+from nobiru.engine.planning import Planning
 from nobiru.engine.rank_spec import STORE_IDENTITY, control_identity
 from nobiru.engine.ranks import Ranks
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.store_process import StoreProcess
 from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor, backoff_s
+from nobiru.folder.state import FileState
 from nobiru.runner.faults import parse_faults
 
 logger = logging.getLogger(__name__)
@@ -87,6 +90,7 @@ class Controller:
         *,
         endpoint: str,
         host: str,
+        files: Sequence[FileState],
         environment: Mapping[str, str],
         balance: ExpertBalance | None,
         rank_timeout_s: float,
@@ -107,10 +111,11 @@ class Controller:
             on_loaded=self._loaded,
             on_lost=self._lost,
         )
+        self._planning = Planning(config, balance, files=files, host=host)
         self.operations = Operations(
             config,
             self.machine,
-            balance,
+            self._planning,
             perform=self._perform,
             later=self._later,
             states=lambda: {rank.rank_id: self.state_of(rank) for rank in self.ranks},
@@ -200,6 +205,14 @@ class Controller:
         waiting, self._waiting_for_store = self._waiting_for_store, []
         self._perform(waiting)
 
+    def store_failed(self, message: StoreFailed) -> None:
+        """Whoever waits for it learns why it does not come; a failure's operation asks again a little later."""
+        logger.error("the rendezvous store cannot be opened: %s", message.message)
+        waiting, self._waiting_for_store = self._waiting_for_store, []
+        error = f"the rendezvous store cannot be opened: {message.message}"
+        for prepare in waiting:
+            self._perform(self.machine.rank_prepared(prepare.members[0], prepare.attempt, error))
+
     def handle(self, rank_id: str, message: FromMember) -> None:
         machine = self.machine
         match message:
@@ -233,6 +246,7 @@ class Controller:
     def _loaded(self, rank: Rank, message: Loaded) -> None:
         self._num_start_failures = 0
         self._on_loaded(rank, message)
+        self._planning.rank_loaded(rank, message.memory)
         if self.balance is not None:
             assert message.inventory is not None, "an expert-parallel rank has experts"
             self.balance.rank_holds(rank.rank_id, message.inventory)
@@ -240,11 +254,12 @@ class Controller:
 
     def _lost(self, rank: Rank, executing: Sequence[int]) -> None:
         had_loaded = rank.rank_id in self.machine.loaded
+        self._planning.rank_is_gone(rank.rank_id)
         self._num_start_failures = 0 if had_loaded else self._num_start_failures + 1
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
         self.machine.num_places = self._num_places()
-        actions = self.machine.rank_lost(rank.rank_id)
+        actions = self.machine.rank_lost(rank.rank_id, rank.cause)
         self._on_lost(rank, executing)
         operation = self.machine.operation
         is_needed = not self.machine.lives and operation is not None and operation.origin in ("start", "failure")
@@ -313,7 +328,8 @@ class Controller:
             self.ranks.launch(rank_id)
         except OSError as error:
             logger.error("rank %s cannot be started: %s", rank_id, error)
-            self._later(0.0, lambda: self._perform(self.machine.rank_lost(rank_id)))
+            cause = f"it could not be started: {error}"
+            self._later(0.0, lambda: self._perform(self.machine.rank_lost(rank_id, cause)))
 
     def _plan_slots(self, rank_id: str) -> None:
         """What a newcomer loads: what the membership it is launched for would give it."""
@@ -346,8 +362,8 @@ class Controller:
         if self.machine.attempt is None or self.machine.attempt.number != action.attempt:
             return
         plan = self._plans[action.attempt] = self.balance.plan(action.members)
-        if (running := self.operations.running) is not None:
-            running.bytes_moved = plan.num_fills * self.balance.expert_bytes
+        if (running := self.operations.running) is not None and self.balance.placement is not None:
+            running.bytes_moved = self._planning.bytes_to_read(self.machine.members, action.members, plan)
         slots = plan.placement.slots
         host, port = self._store.address
         for position, rank_id in enumerate(action.members):
@@ -363,6 +379,7 @@ class Controller:
                 slots=slots.astype("<i4").tobytes(),
                 fills=[(fill.layer, fill.expert, fill.slot) for fill in plan.fills.get(rank_id, ())],
                 leave=action.leave,
+                max_read_bytes_per_s=self._config.max_transfer_bytes_per_s if self.machine.lives else None,
             )
             self._client.send_to(rank_id, form)
 
@@ -393,6 +410,7 @@ class Controller:
             self._report("drain", self.machine.drained)
 
     def _stop_rank(self, rank_id: str) -> None:
+        self._planning.rank_is_gone(rank_id)
         if self.balance is not None:
             self.balance.rank_is_gone(rank_id)
         self._client.send_to(rank_id, Stop())

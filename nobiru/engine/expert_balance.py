@@ -26,7 +26,7 @@ from nobiru.config import EngineConfig
 from nobiru.elastic.planner import MembershipPlan, Slots, plan_membership
 from nobiru.engine.messages import ExpertLoads, Inventory, Moved, MoveExperts, Switched, Vacate
 from nobiru.parallel.balancer import Balancer, BalancerConfig, Search, Stage
-from nobiru.parallel.placement import Placement, balancedness, rank_loads
+from nobiru.parallel.placement import EMPTY, Placement, balancedness, rank_loads
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class ExpertBalance:
         self._held: dict[str, Slots] = {}
         self._num_experts = 0
         self.expert_bytes = 0
+        self.stored_expert_bytes = 0
         self._num_rebalances = 0
         self.num_bytes_moved = 0
 
@@ -94,9 +95,15 @@ class ExpertBalance:
         """A rank has loaded, with these experts."""
         self._held[rank_id] = np.frombuffer(inventory.slots, "<i4").reshape(inventory.shape).astype(np.int64)
         self._num_experts, self.expert_bytes = inventory.num_experts, inventory.expert_bytes
+        self.stored_expert_bytes = inventory.stored_expert_bytes
 
     def rank_is_gone(self, rank_id: str) -> None:
         self._held.pop(rank_id, None)
+
+    @property
+    def num_held(self) -> dict[str, int]:
+        """Experts of all layers together on each rank."""
+        return {rank_id: int((slots != EMPTY).sum()) for rank_id, slots in self._held.items()}
 
     def plan(self, members: Sequence[str]) -> MembershipPlan:
         """What these members would hold. Those that have not loaded yet hold nothing; of the first ones all count."""

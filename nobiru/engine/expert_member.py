@@ -28,6 +28,7 @@ from nobiru.errors import GroupError, NobiruError
 from nobiru.layers.moe import Dispatched
 from nobiru.layers.sharding import WHOLE
 from nobiru.models.moe import MoeParts
+from nobiru.models.pace import Pace
 from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
 from nobiru.parallel.groups import Group, break_connections_to, connect_store, form_group
@@ -152,9 +153,10 @@ class ExpertMember:
     def _prepare(self, form: Form) -> None:
         try:
             with self._filling, torch.inference_mode():
+                pace = Pace(form.max_read_bytes_per_s) if form.max_read_bytes_per_s else None
                 for layer, expert, slot in form.fills:
                     if self._preparing == form.attempt:  # a later attempt may want something else there
-                        self._moe.read_expert(layer, expert, slot)
+                        self._moe.read_expert(layer, expert, slot, pace=pace)
             standby = self._form(form)
         except (NobiruError, OSError) as error:
             missed_others = isinstance(error, GroupError)

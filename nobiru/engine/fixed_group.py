@@ -6,6 +6,7 @@ For ranks of several workers, which cannot come and go while others serve yet. I
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,13 @@ from nobiru.engine.controller import Client, FromMember
 from nobiru.engine.expert_balance import ExpertBalance
 from nobiru.engine.expert_group import ExpertGroup
 from nobiru.engine.group import RankGroup
-from nobiru.engine.messages import Applied, Loaded, Parked, StoreReady
+from nobiru.engine.messages import Applied, Loaded, Parked, StoreFailed, StoreReady
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.supervisor import Rank, RankProcess, RankSupervisor
 from nobiru.errors import InvalidRequestError, NotFoundError
+from nobiru.folder.state import FileState
+
+logger = logging.getLogger(__name__)
 
 
 class FixedGroup:
@@ -31,6 +35,7 @@ class FixedGroup:
         *,
         endpoint: str,
         host: str,
+        files: Sequence[FileState],
         environment: Mapping[str, str],
         balance: ExpertBalance | None,
         rank_timeout_s: float,
@@ -102,6 +107,9 @@ class FixedGroup:
     def store_is_ready(self, message: StoreReady) -> None:
         assert self._experts is not None, "only expert-parallel ranks meet"
         self._experts.store_is_ready(message)
+
+    def store_failed(self, message: StoreFailed) -> None:
+        logger.error("the rendezvous store cannot be opened: %s", message.message)
 
     def state_of(self, rank: Rank) -> str:
         return rank.state

@@ -52,7 +52,8 @@ class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=Tru
     """Build the groups of an attempt at `epoch` with its other members, as number `position` of `size`.
 
     The members meet at the store. `slots` (int32 bytes, of `shape` MoE layers, ranks, slots) says which expert is in
-    which slot; -1 is an empty one.
+    which slot; -1 is an empty one. `fills` (layer, expert, slot) are to be read from the folder, no faster than
+    `max_read_bytes_per_s`.
     """
 
     attempt: int
@@ -66,6 +67,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=Tru
     slots: bytes
     fills: list[tuple[int, int, int]] = []
     leave: bool = False  # the epoch before is over: out of it first
+    max_read_bytes_per_s: int | None = None
 
 
 class Arm(msgspec.Struct, frozen=True, array_like=True, tag="arm", kw_only=True):
@@ -143,16 +145,31 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     num_experts: int
     expert_bytes: int
+    stored_expert_bytes: int
     shape: tuple[int, int]
     slots: bytes
 
 
+class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a rank with a loaded model takes: `base_bytes` for all but experts and KV cache, which takes
+    `kv_cache_bytes` once it is full, and could be as small as `least_kv_cache_bytes`; it was made from a share of the
+    free memory, unless its size was asked for. The machine has `free_bytes` left."""
+
+    base_bytes: int
+    kv_cache_bytes: int = 0
+    kv_cache_share: float | None = None
+    least_kv_cache_bytes: int = 0
+    free_bytes: int | None = None
+
+
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded", kw_only=True):
-    """The model is loaded and warm. `info` says what for the start line: dtype, device, threads, limits."""
+    """The model is loaded and warm. `info` says what for the start line: dtype, device, threads, limits. `memory` is
+    not told where weights lie on a device."""
 
     max_num_batched_tokens: int
     info: dict[str, str | int | float | bool | None]
     inventory: Inventory | None = None
+    memory: MemoryUse | None = None
 
 
 class StoreReady(msgspec.Struct, frozen=True, array_like=True, tag="store_ready", kw_only=True):
@@ -160,6 +177,12 @@ class StoreReady(msgspec.Struct, frozen=True, array_like=True, tag="store_ready"
 
     host: str
     port: int
+
+
+class StoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="store_failed", kw_only=True):
+    """The rendezvous store cannot be opened; it is tried again."""
+
+    message: str
 
 
 class Formed(msgspec.Struct, frozen=True, array_like=True, tag="formed", kw_only=True):
@@ -305,6 +328,7 @@ FromRank = (
     | StartFailed
     | Crashed
     | StoreReady
+    | StoreFailed
     | Formed
     | Suspended
     | Parked

@@ -16,7 +16,7 @@ from nobiru.config import EngineConfig
 from nobiru.elastic import membership
 from nobiru.elastic.membership import Action, Membership, Operation, Origin
 from nobiru.elastic.records import OperationRecord
-from nobiru.engine.expert_balance import ExpertBalance
+from nobiru.engine.planning import OperationPlan, Planning
 from nobiru.engine.supervisor import backoff_s
 from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 
@@ -41,7 +41,7 @@ class Operations:
         self,
         config: EngineConfig,
         machine: Membership,
-        balance: ExpertBalance | None,
+        planning: Planning,
         *,
         perform: Callable[[Iterable[Action]], None],
         later: Callable[[float, Callable[[], None]], None],
@@ -51,7 +51,7 @@ class Operations:
     ) -> None:
         self._config = config
         self._machine = machine
-        self._balance = balance
+        self._planning = planning
         self._perform = perform
         self._later = later
         self._states = states
@@ -94,22 +94,31 @@ class Operations:
                 return self._document(record)
         size = self._checked_size(size, remove, replace)
         gone = (*remove, *replace)
-        if dry_run:
-            return self._forecast(size, gone)
         machine = self._machine
-        if origin == "user" and (running := machine.operation) is not None and running.origin == "autoscaler":
+        takes_over = origin == "user" and machine.operation is not None and machine.operation.origin == "autoscaler"
+        if not dry_run and not takes_over:
+            self._refuse_while_busy()
+        plan = self._planning.plan(machine.members, self._members_after(size, gone), pauses_s=self._pauses_s)
+        target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
+        if dry_run:
+            return dry_run_document(target, plan)
+        if plan.problem is not None:
+            raise plan.problem
+        if takes_over:
             self._perform(machine.cancel("a user asked for another change"))
-        if self.is_busy:
-            number = "" if self.running is None else f" ({self.running.operation_id})"
-            raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
+            self._refuse_while_busy()
         actions = machine.request(
             size=size, remove=gone, origin=origin, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
         )
-        target = {"data_parallel_size": size, "remove_ranks": list(remove), "replace_ranks": list(replace)}
-        record = self._note_new(machine.latest, target, idempotency_key)
+        record = self._note_new(machine.latest, target, idempotency_key, plan)
         self._later(deadline_s, lambda: self._on_deadline(record))
         self._perform(actions)
         return self._document(record)
+
+    def _refuse_while_busy(self) -> None:
+        if self.is_busy:
+            number = "" if self.running is None else f" ({self.running.operation_id})"
+            raise ConflictError(f"another change of the ranks is running{number}; wait for its end, or cancel it")
 
     @property
     def is_busy(self) -> bool:
@@ -172,14 +181,30 @@ class Operations:
         if size <= len(machine.members):
             self.heal_if_due()
             return
+        plan = self._planning.plan(machine.members, self._members_after(size, ()), pauses_s=self._pauses_s)
+        if plan.problem is not None:
+            self._note_heal_failure(plan.problem.message)
+            self.heal_if_due()
+            return
         actions = machine.request(size=size, origin="heal")
-        self._note_new(machine.latest, {"data_parallel_size": size}, None)
+        self._note_new(machine.latest, {"data_parallel_size": size}, None, plan)
         self._perform(actions)
+
+    def _note_heal_failure(self, cause: str) -> None:
+        self._num_heal_failures += 1
+        if self._num_heal_failures >= MAX_HEAL_FAILURES:
+            logger.error("%d tries to replace ranks failed; not trying again: %s", MAX_HEAL_FAILURES, cause)
+        else:
+            logger.warning("ranks could not be replaced: %s", cause)
 
     # ---- records -----------------------------------------------------------------------------------------------------
 
     def _note_new(
-        self, operation: Operation | None, target: dict[str, Any], idempotency_key: str | None
+        self,
+        operation: Operation | None,
+        target: dict[str, Any],
+        idempotency_key: str | None,
+        plan: OperationPlan | None = None,
     ) -> OperationRecord:
         assert operation is not None
         record = OperationRecord(
@@ -187,6 +212,7 @@ class Operations:
             operation_id=f"op-{operation.number}-{uuid.uuid4().hex[:8]}",
             from_epoch=self._machine.epoch,
             target=target,
+            plan=None if plan is None else plan.document,
             idempotency_key=idempotency_key,
         )
         if operation.origin == "failure":
@@ -224,9 +250,7 @@ class Operations:
                 self._num_heal_failures = 0
             self._on_done()
         elif operation.origin == "heal":
-            self._num_heal_failures += 1
-            if self._num_heal_failures == MAX_HEAL_FAILURES:
-                logger.error("%d tries to replace ranks failed; not trying again", MAX_HEAL_FAILURES)
+            self._note_heal_failure(operation.error or "undone")
         logger.info(
             "operation %s (%s): %s %s", record.operation_id, operation.origin, operation.phase, operation.error or ""
         )
@@ -266,29 +290,25 @@ class Operations:
             )
         return size
 
-    def _forecast(self, size: int, gone: Sequence[str]) -> dict[str, Any]:
-        """What an operation would do, without doing it."""
+    def _members_after(self, size: int, gone: Sequence[str]) -> list[str]:
+        """Who stays of the present members, and names for those that would be new."""
         stay = [rank for rank in self._machine.members if rank not in gone][:size]
-        newcomers = [f"new-{number}" for number in range(size - len(stay))]
-        document: dict[str, Any] = {
-            "operation_id": None,
-            "phase": "planning",
-            "dry_run": True,
-            "target": {"data_parallel_size": size, "members": [*stay, *newcomers]},
-            "bytes_moved": 0,
-        }
-        if self._balance is not None and self._balance.placement is not None:
-            plan = self._balance.plan([*stay, *newcomers])
-            held = (plan.placement.slots >= 0).sum((0, 2)).tolist()
-            document["bytes_moved"] = plan.num_fills * self._expert_bytes
-            document["expert_bytes"] = {
-                rank: count * self._expert_bytes for rank, count in zip([*stay, *newcomers], held, strict=True)
-            }
-        planned = [record for record in self._records.values() if record.operation.origin in membership.PLANNED]
-        pauses = [record.pause_s for record in planned if record.pause_s]
-        document["expected_pause_seconds"] = max(pauses) if pauses else None
-        return document
+        return [*stay, *(f"new-{number}" for number in range(size - len(stay)))]
 
     @property
-    def _expert_bytes(self) -> int:
-        return 0 if self._balance is None else self._balance.expert_bytes
+    def _pauses_s(self) -> list[float]:
+        """Of planned changes, oldest first."""
+        planned = [record for record in self._records.values() if record.operation.origin in membership.PLANNED]
+        return [record.pause_s for record in planned if record.pause_s is not None]
+
+
+def dry_run_document(target: dict[str, Any], plan: OperationPlan) -> dict[str, Any]:
+    """What an operation would do; `error` says why it would be refused."""
+    return {
+        "operation_id": None,
+        "phase": "planning",
+        "dry_run": True,
+        "target": target,
+        "plan": plan.document,
+        "error": None if plan.problem is None else plan.problem.message,
+    }

@@ -7,6 +7,7 @@ Interrupts and SIGTERM are ignored: they reach the whole process group, and the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -58,6 +60,7 @@ from nobiru.engine.rank_spec import RankSpec, control_identity
 from nobiru.engine.recorder import FlightRecorder, StepRecorder
 from nobiru.engine.sequences import embedding_sequence, generation_sequence
 from nobiru.errors import ConfigError, GroupError, InvalidRequestError, ModelFolderError, NobiruError
+from nobiru.folder.state import check_unchanged
 from nobiru.generation import FinishReason, SampledToken
 from nobiru.request import SequenceInput
 from nobiru.runner.faults import parse_faults
@@ -384,7 +387,8 @@ def main() -> None:
     exit_code = serve(spec, context, socket, recorder)
     socket.close()
     context.term()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # logs may go to a disk that is full
+        sys.stderr.flush()
     os._exit(exit_code)  # device libraries' exit handlers can hang; nothing is left to save
 
 
@@ -410,6 +414,7 @@ def serve(
         _injected_start_fault(spec.rank_id)
         from nobiru.engine.build import build_engine  # torch, after the process has said that it lives
 
+        _check_folder(spec)
         engine = build_engine(
             spec.engine,
             default_budget=SERVER_TOKEN_BUDGET,
@@ -418,6 +423,7 @@ def serve(
             slots=spec.slots,
             host=spec.host,
         )
+        _check_folder(spec)  # nobody wrote into it meanwhile
     except Exception as error:
         permanent = isinstance(error, ConfigError | ModelFolderError)
         if not permanent:
@@ -431,7 +437,7 @@ def serve(
         control = connect(context, spec, control_identity(spec.rank_id))
         in_background("control", partial(_obey, control, engine.member))
     budget = engine.core.scheduler.config.max_num_batched_tokens
-    loaded = Loaded(max_num_batched_tokens=budget, info=engine.info, inventory=engine.inventory)
+    loaded = Loaded(max_num_batched_tokens=budget, info=engine.info, inventory=engine.inventory, memory=engine.memory)
     socket.send(messages.encode(loaded))
     try:
         RankServer(engine.core, socket, recorder, engine.member).run()
@@ -441,6 +447,12 @@ def serve(
         return 1
     engine.close()
     return 0
+
+
+def _check_folder(spec: RankSpec) -> None:
+    """`ModelFolderError` unless the folder is the one that the ranks before have loaded."""
+    is_same_machine = spec.recorder_fd is not None
+    check_unchanged(Path(spec.engine.model), spec.files, compare_times=is_same_machine)
 
 
 def _obey(control: zmq.Socket[bytes], member: ExpertMember) -> None:
@@ -456,7 +468,8 @@ def _obey(control: zmq.Socket[bytes], member: ExpertMember) -> None:
 
 def _injected_start_fault(rank_id: str) -> None:
     faults = parse_faults(env.fault_injection() or "")
-    if int(rank_id.removeprefix("r")) < faults.get("fail_at_start", 0):
+    number = int(rank_id.removeprefix("r"))
+    if number < faults.get("fail_at_start", 0) or number >= faults.get("fail_from_rank", number + 1):
         raise RuntimeError("fault injection: this rank does not start")
 
 

@@ -56,10 +56,14 @@ class FlightRecorder:
 
     @classmethod
     def create(cls, capacity: int) -> FlightRecorder:
-        """Room for the ids of `capacity` sequences."""
+        """Room for the ids of `capacity` sequences; `OSError` when the system has none."""
         fd = _anonymous_file()
-        os.ftruncate(fd, _HEADER_BYTES + 8 * capacity)
-        return cls(fd, capacity)
+        try:
+            os.ftruncate(fd, _HEADER_BYTES + 8 * capacity)
+            return cls(fd, capacity)
+        except OSError:
+            os.close(fd)
+            raise
 
     @classmethod
     def attach(cls, fd: int) -> FlightRecorder:

@@ -67,6 +67,7 @@ def inventory(config: EngineConfig, place: Place, moe: MoeParts) -> Inventory:
     return Inventory(
         num_experts=moe.num_experts,
         expert_bytes=moe.expert_bytes,
+        stored_expert_bytes=moe.stored_expert_bytes,
         shape=(moe.num_layers, num_slots),
         slots=slots_LWS.astype("<i4").tobytes(),
     )

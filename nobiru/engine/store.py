@@ -14,9 +14,11 @@ import msgspec
 import zmq
 from torch._C._distributed_c10d import TCPStore
 
+from nobiru import env
 from nobiru.engine import messages
-from nobiru.engine.messages import Forget, StoreReady
+from nobiru.engine.messages import Forget, StoreFailed, StoreReady
 from nobiru.engine.rank_spec import STORE_IDENTITY, StoreSpec
+from nobiru.runner.faults import parse_faults
 
 
 def main() -> None:
@@ -24,10 +26,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreSpec)
-    store = TCPStore(spec.host, 0, is_master=True, wait_for_workers=False)
-    socket = zmq.Context().socket(zmq.DEALER)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, STORE_IDENTITY)
+    socket.setsockopt(zmq.LINGER, 2000)
     socket.connect(spec.endpoint)
+    faults = parse_faults(env.fault_injection() or "") if spec.is_restart else {}
+    port = faults.get("restarted_store_port", 0)  # 0: one that is free
+    try:
+        store = TCPStore(spec.host, port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:  # no port is left, or no descriptor
+        socket.send(messages.encode(StoreFailed(message=str(error).splitlines()[0])))
+        socket.close()
+        context.term()  # when it is sent
+        os._exit(1)
     socket.send(messages.encode(StoreReady(host=spec.host, port=store.port)))
     poller = zmq.Poller()
     for source in (0, socket):

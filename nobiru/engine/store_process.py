@@ -25,7 +25,7 @@ class StoreProcess:
 
     def __init__(self, endpoint: str, host: str, environment: Mapping[str, str]) -> None:
         self.address: tuple[str, int] | None = None
-        self._spec = msgspec.json.encode(StoreSpec(endpoint=endpoint, host=host))
+        self._spec = StoreSpec(endpoint=endpoint, host=host)
         self._launcher = LocalLauncher("nobiru.engine.store:main", environment=environment)
         self._process: LocalProcess | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -43,7 +43,8 @@ class StoreProcess:
 
     async def _keep(self) -> None:
         while True:
-            process = self._process = self._launcher.launch(self._spec, pass_fds=())
+            process = self._process = self._launcher.launch(msgspec.json.encode(self._spec), pass_fds=())
+            self._spec = msgspec.structs.replace(self._spec, is_restart=True)
             how = await process.wait_dead()
             logger.error("the rendezvous store %s", how)
             self.address = None

@@ -143,7 +143,7 @@ class RankSupervisor:
             while True:
                 rank = self.rank or self._new_rank()
                 self.rank = rank
-                cause = await self._until_dead(rank)
+                cause = rank.cause = await self._until_dead(rank)
                 worked, loaded = rank.has_worked, rank.state == "serving"
                 executing = rank.recorder.seq_ids
                 self._end(rank)

@@ -31,6 +31,7 @@ _V2_LIMITS: Limits = {
     **DECODER_LIMITS,
     "topk_method": (None, "greedy", "group_limited_greedy"),
     "scoring_func": (None, "softmax"),
+    # `transformers` passes over it in this family; weights that need it would be computed without.
     "norm_topk_prob": (None, False),
     "moe_layer_freq": (None, 1),
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nobiru.models.pace import Pace
 from nobiru.models.weights import ModelWeights, StoredTensor
 
 
@@ -43,6 +44,7 @@ class StoredExperts:
         intermediate_size: int,
     ) -> None:
         """Tensors that are not there count as missing in `weights`."""
+        self._num_experts = num_experts
         self._fused: tuple[StoredTensor | None, StoredTensor | None] | None = None
         self._parts: list[tuple[StoredTensor | None, ...]] = []
         wide, narrow = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
@@ -64,12 +66,20 @@ class StoredExperts:
         dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
-    def read(self, expert: int) -> tuple[Tensor, Tensor]:
+    @property
+    def stored_bytes(self) -> int:
+        """What one expert takes in the files."""
+        if self._fused is not None:
+            return sum(tensor.num_bytes for tensor in self._fused if tensor is not None) // self._num_experts
+        return sum(tensor.num_bytes for tensor in self._parts[0] if tensor is not None)
+
+    def read(self, expert: int, *, pace: Pace | None = None) -> tuple[Tensor, Tensor]:
         """gate and up [A, C], and down [C, I], in the file's dtype, on the CPU."""
         if self._fused is not None:
             gate_up, down = self._fused
             assert gate_up is not None and down is not None
-            return gate_up.rows(expert, expert + 1)[0], down.rows(expert, expert + 1)[0]
-        tensors = [tensor.rows() for tensor in self._parts[expert] if tensor is not None]
+            one = (expert, expert + 1)
+            return gate_up.rows(*one, pace=pace)[0], down.rows(*one, pace=pace)[0]
+        tensors = [tensor.rows(pace=pace) for tensor in self._parts[expert] if tensor is not None]
         gate_IC, up_IC, down_CI = tensors
         return torch.cat((gate_IC, up_IC)), down_CI

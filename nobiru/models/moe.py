@@ -23,6 +23,7 @@ from nobiru.layers.moe import Dispatcher, ExpertLoads, Experts, LocalDispatcher,
 from nobiru.layers.routing import Router
 from nobiru.models.config import ConfigFields
 from nobiru.models.experts import ExpertNames, StoredExperts
+from nobiru.models.pace import Pace
 from nobiru.models.weights import ModelWeights, Precision
 from nobiru.ops.scratch import Scratch
 
@@ -113,6 +114,11 @@ class MoeParts:
         return self.banks[0].slot_bytes
 
     @property
+    def stored_expert_bytes(self) -> int:
+        """What one expert of one layer takes in the folder."""
+        return self._stored[0].stored_bytes
+
+    @property
     def min_share_tokens(self) -> int:
         """How many tokens a thread should have if each of several computes some tokens, and all read the experts."""
         return -(-_BUSY_ROWS * self.num_experts // self._mlps[0].top_k)
@@ -138,9 +144,9 @@ class MoeParts:
         """Tokens that this rank routed to each logical expert since the last call, int64 [L, E] on the CPU."""
         return self._loads.take()
 
-    def read_expert(self, layer: int, expert: int, slot: int) -> None:
+    def read_expert(self, layer: int, expert: int, slot: int, *, pace: Pace | None = None) -> None:
         """Read an expert of MoE layer number `layer` from the folder into a slot. Nobody may be using the slot."""
-        gate_up_AC, down_CI = self._stored[layer].read(expert)
+        gate_up_AC, down_CI = self._stored[layer].read(expert, pace=pace)
         self.banks[layer].write(slot, gate_up_AC.to(self._rounding), down_CI.to(self._rounding))
 
     def fill(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nobiru.errors import ModelFolderError
+from nobiru.models.pace import CHUNK_BYTES, Pace
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000
@@ -55,10 +56,10 @@ class SafetensorsFile:
             raise ModelFolderError(f"{self._path}: tensor {name!r} has dtype {dtype}; floating point is expected")
         return _DTYPES[dtype]
 
-    def rows(self, name: str, begin: int, end: int) -> Tensor:
+    def rows(self, name: str, begin: int, end: int, *, pace: Pace | None = None) -> Tensor:
         """A copy of the tensor's entries `begin` to `end` (exclusive) along its first dimension, on the CPU."""
         rows = torch.empty((end - begin, *self.shape(name)[1:]), dtype=self.dtype(name))
-        self._read_rows(name, begin, rows)
+        self._read_rows(name, begin, rows, pace)
         return rows
 
     def columns(self, name: str, begin: int, end: int) -> Tensor:
@@ -74,28 +75,31 @@ class SafetensorsFile:
             columns[row : row + len(rows)] = rows[:, begin:end]
         return columns
 
-    def _read_rows(self, name: str, begin: int, rows: Tensor) -> None:
+    def _read_rows(self, name: str, begin: int, rows: Tensor, pace: Pace | None = None) -> None:
         """Fill `rows` with the tensor's from number `begin` on."""
         shape = self.shape(name)
         row_bytes = torch.Size(shape[1:]).numel() * rows.element_size()
         first, last = self._tensors[name]["data_offsets"]
         if last - first != row_bytes * shape[0]:
             raise self._damaged(f"tensor {name!r} has {last - first} bytes")
-        self._read(rows.view(-1).view(torch.uint8).numpy().data, self._begin + first + begin * row_bytes)
+        self._read(rows.view(-1).view(torch.uint8).numpy().data, self._begin + first + begin * row_bytes, pace)
         if self._current_state() != self._state:
             raise ModelFolderError(f"{self._path} was changed since it was opened; it must stay as it is")
 
-    def _read(self, target: Any, offset: int) -> Any:
-        """Fill `target`; a read gives 2 GiB at most."""
+    def _read(self, target: Any, offset: int, pace: Pace | None = None) -> Any:
+        """Fill `target`; a read gives 2 GiB at most, and with a `pace` a chunk."""
         view, done = memoryview(target), 0
+        most = len(view) if pace is None else CHUNK_BYTES
         while done < len(view):
             try:
-                count = os.preadv(self._descriptor, [view[done:]], offset + done)
+                count = os.preadv(self._descriptor, [view[done : done + most]], offset + done)
             except OSError as error:
                 raise ModelFolderError(f"{self._path} cannot be read: {error}") from None
             if not count:
                 raise self._damaged(f"it ends at byte {offset + done}")
             done += count
+            if pace is not None:
+                pace.took(count)
         return target
 
     def _current_state(self) -> tuple[int, int]:

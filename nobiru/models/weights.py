@@ -7,6 +7,7 @@ holds no others of that model. Files are mapped, not read: beside the model ther
 
 from __future__ import annotations
 
+import math
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from nobiru.errors import ModelFolderError
 from nobiru.folder.files import read_object
+from nobiru.models.pace import Pace
 from nobiru.models.safetensors_file import SafetensorsFile
 
 _SUFFIX = ".safetensors"
@@ -75,10 +77,16 @@ class TensorFiles:
         file = self._files[name]
         return self._parts(file).dtype(name) if file.suffix == _SUFFIX else self.load(name).dtype
 
-    def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Entries along the tensor's first dimension; of safetensors nothing else is read or mapped."""
+    def rows(self, name: str, begin: int, end: int, *, pace: Pace | None = None) -> Tensor:
+        """Entries along the tensor's first dimension; of safetensors nothing else is read or mapped, and no faster than
+        `pace` allows."""
         file = self._files[name]
-        return self._parts(file).rows(name, begin, end) if file.suffix == _SUFFIX else self.load(name)[begin:end]
+        if file.suffix == _SUFFIX:
+            return self._parts(file).rows(name, begin, end, pace=pace)
+        rows = self.load(name)[begin:end]
+        if pace is not None:
+            pace.took(rows.nbytes)
+        return rows
 
     def columns(self, name: str, begin: int, end: int) -> Tensor:
         """The same along the second dimension; of safetensors nothing is mapped."""
@@ -120,10 +128,14 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         return self.files.dtype(self.name)
 
-    def rows(self, begin: int | None = None, end: int | None = None) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.files.shape(self.name)) * self.dtype.itemsize
+
+    def rows(self, begin: int | None = None, end: int | None = None, *, pace: Pace | None = None) -> Tensor:
         """Entries along the first dimension, in the file's dtype, on the CPU."""
         size = self.files.shape(self.name)[0]
-        return self.files.rows(self.name, begin or 0, size if end is None else end)
+        return self.files.rows(self.name, begin or 0, size if end is None else end, pace=pace)
 
     def columns(self, columns: range | None) -> Tensor:
         """The same along the second dimension."""

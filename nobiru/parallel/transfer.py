@@ -10,7 +10,7 @@ so a rank that is gone is noticed by all, one round later at most; and nobody wa
 
 from __future__ import annotations
 
-import time
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nobiru.errors import NobiruError
+from nobiru.models.pace import Pace
 from nobiru.parallel.groups import Group
 from nobiru.parallel.placement import Move
 
@@ -93,11 +94,10 @@ class Transfer:
     def _send(self, move: Move) -> None:
         bank = self._banks[move.layer]
         memory = bank.memory(move.from_slot)
-        began, num_sent = time.monotonic(), 0
+        pace = self._pace()
         for chunk in self._chunks(memory):
             self._group.send(chunk, move.to_rank)
-            num_sent += len(chunk)
-            self._pace(began, num_sent)
+            pace.took(len(chunk))
         checksum = bank.checksum(move.from_slot).encode().ljust(_CHECKSUM_BYTES)
         self._group.send(torch.frombuffer(bytearray(checksum), dtype=torch.uint8), move.to_rank)
 
@@ -106,12 +106,11 @@ class Transfer:
         bank = self._banks[move.layer]
         memory = bank.memory(move.to_slot)
         if move.from_rank == move.to_rank:
-            began, num_copied = time.monotonic(), 0
+            pace = self._pace()
             source = bank.memory(move.from_slot)
             for to, chunk in zip(self._chunks(memory), self._chunks(source), strict=True):
                 to.numpy()[:] = chunk.numpy()  # numpy copies in this thread alone
-                num_copied += len(to)
-                self._pace(began, num_copied)
+                pace.took(len(to))
             expected = bank.checksum(move.from_slot)
         else:
             for chunk in self._chunks(memory):
@@ -125,9 +124,8 @@ class Transfer:
     def _chunks(self, memory: Tensor) -> list[Tensor]:
         return [memory[begin : begin + self._chunk_bytes] for begin in range(0, len(memory), self._chunk_bytes)]
 
-    def _pace(self, began: float, num_bytes: int) -> None:
-        if self._max_bytes_per_s is not None:
-            time.sleep(max(0.0, began + num_bytes / self._max_bytes_per_s - time.monotonic()))
+    def _pace(self) -> Pace:
+        return Pace(self._max_bytes_per_s or math.inf)
 
 
 def rounds(moves: Sequence[Move]) -> list[list[Move]]:

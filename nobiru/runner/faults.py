@@ -8,6 +8,8 @@ Off unless `NOBIRU_FAULT_INJECTION` is set, as in `kill_on_token=1234,raise_on_t
 * `nan_on_token=ID`: the vector of a sequence that holds this token id is not a number.
 * `step_delay_ms=N`: every batch takes N milliseconds longer.
 * `fail_at_start=N`: the first N processes of a server die while they load (counted by rank id).
+* `fail_from_rank=N`: processes of ranks with ids from N on do.
+* `restarted_store_port=N`: a rendezvous store that takes the place of one that died listens on this port.
 * `hold_load_ms=N`, `hold_prepare_ms`, `hold_drain_ms`, `hold_park_ms`, `hold_apply_ms`: what ends this phase of a
   change of the ranks is reported N milliseconds late (`nobiru.elastic.holds`).
 """
@@ -32,6 +34,8 @@ FAULTS = (
     "nan_on_token",
     "step_delay_ms",
     "fail_at_start",
+    "fail_from_rank",
+    "restarted_store_port",
     "hold_load_ms",
     "hold_prepare_ms",
     "hold_drain_ms",

@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_refused(moe_model: Path, expected: list[list[int
         with pytest.raises(NotFoundError):
             operations.document("op-none")
         forecast = operations.request(size=1, dry_run=True)
-        assert forecast["bytes_moved"] > 0
+        assert forecast["plan"]["bytes_to_read"] > 0
         assert len(members(client)) == 2
 
     play(moe_model, expected, scene)

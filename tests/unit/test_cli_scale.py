@@ -128,7 +128,7 @@ def test_an_operation_is_followed_to_its_end(scripted: Scripted, capsys: pytest.
     assert run("scale", "4", "--url", scripted.url + "/v1/") == 0
     assert scripted.asked == [("POST", PATH, {"data_parallel_size": 4}), ("GET", ONE, None), ("GET", ONE, None)]
     shown = capsys.readouterr()
-    assert shown.out == "4 ranks serve, epoch 3 -> 4, paused 12.5 ms, 3.0 MB of experts moved, 4.00 s in all\n"
+    assert shown.out == "4 ranks serve, epoch 3 -> 4, paused 12.5 ms, 3.0 MB read, 4.00 s in all\n"
     assert shown.err.splitlines() == [
         "nobiru:    0.00 s  preparing (r0 serving, r1 serving, r2 launching)",
         "nobiru:    1.00 s  draining",
@@ -251,24 +251,46 @@ def test_a_second_interrupt_leaves(scripted: Scripted, capsys: pytest.CaptureFix
     assert "left; op-1 goes on" in capsys.readouterr().err
 
 
+def forecast_of(rank: str, role: str, before: int, after: int) -> dict[str, Any]:
+    memory = {"before": before, "during": max(before, after), "after": after}
+    return {"role": role, "node": "10.0.0.1", "bytes_to_read": 700_000, "memory_bytes": memory}
+
+
 def test_a_dry_run_follows_nothing(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
-    forecast = {
+    plan = {
+        "members": ["r0", "new-0"],
+        "bytes_to_read": 2_000_000,
+        "ranks": {
+            "r0": forecast_of("r0", "stays", 1_000_000, 1_500_000),
+            "r1": forecast_of("r1", "leaves", 1_250_000, 0),
+            "new-0": forecast_of("new-0", "joins", 0, 1_750_000),
+        },
+        "nodes": {"10.0.0.1": {"needed_bytes": 2_250_000, "available_bytes": 9_000_000, "free_bytes": 9_500_000}},
+        "expected_pause_seconds": 0.05,
+        "num_pauses_measured": 0,
+    }
+    document = {
         "operation_id": None,
         "phase": "planning",
         "dry_run": True,
-        "target": {"data_parallel_size": 3, "members": ["r0", "r1", "new-0"]},
-        "bytes_moved": 2_000_000,
-        "expert_bytes": {"r0": 1_000_000, "r1": 1_500_000, "new-0": 2_000_000},
-        "expected_pause_seconds": None,
+        "target": {"data_parallel_size": 2},
+        "plan": plan,
+        "error": None,
     }
-    scripted.script = {("POST", PATH): [(202, forecast), (202, {**forecast, "expected_pause_seconds": 0.02})]}
-    assert run("scale", "3", "--dry-run", "--url", scripted.url) == 0
-    assert run("scale", "3", "--dry-run", "--url", scripted.url) == 0
-    assert scripted.asked == [("POST", PATH, {"data_parallel_size": 3, "dry_run": True})] * 2
+    measured = {**plan, "expected_pause_seconds": 0.02, "num_pauses_measured": 3}
+    refused = {**document, "plan": measured, "error": "not enough memory on 10.0.0.1"}
+    scripted.script = {("POST", PATH): [(202, document), (202, refused)]}
+    assert run("scale", "2", "--dry-run", "--url", scripted.url) == 0
+    assert scripted.asked == [("POST", PATH, {"data_parallel_size": 2, "dry_run": True})]
     out = capsys.readouterr().out
-    assert "dry run: 3 ranks would serve; 2.0 MB of experts would move; pause not known" in out
-    assert "pause about 20.0 ms" in out
-    assert [line for line in out.splitlines() if "new-0" in line and "2.0 MB" in line]
+    assert "dry run: 2 ranks would serve; 2.0 MB would be read; pause about 50.0 ms (none measured yet)" in out
+    (row,) = [line.split() for line in out.splitlines() if "new-0" in line]
+    assert row == ["new-0", "joins", "10.0.0.1", "700.0", "kB", "0", "bytes", "1.8", "MB", "1.8", "MB"]
+    assert "10.0.0.1: 2.2 MB more are needed, 9.0 MB available" in out
+    assert run("scale", "2", "--dry-run", "--url", scripted.url) == 1
+    out = capsys.readouterr().out
+    assert "pause about 20.0 ms (median of 3 earlier)" in out
+    assert "it would be refused: not enough memory on 10.0.0.1" in out
 
 
 def test_a_server_that_is_late_once_is_not_lost(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +322,7 @@ def test_a_terminal_shows_phases_ranks_and_bytes() -> None:
     assert "1.00" in last
     assert "0.50" in last
     assert "r0 serving, r1 serving, r2 launching" in last
-    assert "3.0 MB of experts to move" in last
+    assert "3.0 MB to read" in last
 
 
 # ---- status ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from nobiru.config import EngineConfig
 from nobiru.elastic.membership import Action, Launch, Membership, Prepare, SetTimer
 from nobiru.engine.operations import MAX_HEAL_FAILURES, Operations
+from nobiru.engine.planning import Planning
 from nobiru.errors import InvalidRequestError
 
 
@@ -20,10 +21,11 @@ class Group:
         self.can_start = True
         self.due: list[Callable[[], None]] = []
         self.machine = Membership(desired_size=size)
+        config = EngineConfig(model="-", data_parallel_size=size, **options)  # type: ignore[arg-type]
         self.operations = Operations(
-            EngineConfig(model="-", data_parallel_size=size, **options),  # type: ignore[arg-type]
+            config,
             self.machine,
-            None,
+            Planning(config, None, files=(), host="127.0.0.1"),
             perform=self.perform,
             later=lambda seconds, call: self.due.append(call),
             states=dict,

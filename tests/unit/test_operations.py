@@ -11,6 +11,7 @@ from nobiru.config import EngineConfig
 from nobiru.elastic.membership import Action, Membership
 from nobiru.engine import operations
 from nobiru.engine.operations import MAX_HEAL_FAILURES, MAX_REMEMBERED, Operations
+from nobiru.engine.planning import Planning
 from nobiru.errors import NotFoundError
 
 
@@ -22,10 +23,11 @@ class Group:
         self.num_places = 8
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.machine = Membership(desired_size=size)
+        config = EngineConfig(model="none", data_parallel_size=size, self_heal=self_heal)
         self.operations = Operations(
-            EngineConfig(model="none", data_parallel_size=size, self_heal=self_heal),
+            config,
             self.machine,
-            None,
+            Planning(config, None, files=(), host="127.0.0.1"),
             perform=self.perform,
             later=lambda seconds, call: self.timers.append((self.now_s + seconds, call)),
             states=lambda: {},
