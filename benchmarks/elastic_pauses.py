@@ -19,9 +19,9 @@ to its end. Every text is compared with an undisturbed one.
     python -m benchmarks.elastic_pauses report planned.json kill.json restart.json
     python -m benchmarks.elastic_pauses plot planned.json restart.json --output elastic.png
 
-`report` puts together any number of runs: a long measurement can be made in pieces. Runs from a checkout, with the
-extra `bench`. Exit code 0 when every request was answered with the right text. Alone on the machine, or the numbers say
-little.
+`report` puts together any number of runs: a long measurement can be made in pieces. Ctrl-C ends a run, which keeps what
+it has. Runs from a checkout, with the extra `bench`. Exit code 0 when every request was answered with the right text.
+Alone on the machine, or the numbers say little.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Measurement:
         self._began_s = 0.0
         self.events: list[Event] = []
 
-    async def run(self, progress: Progress) -> Recording:
+    async def run(self, progress: Progress) -> None:
         task = progress.add_task(self._args.kind, total=self._args.count)
         self._began_s = time.time()
         self._clients.start()
@@ -77,6 +77,9 @@ class Measurement:
             progress.update(task, advance=1, description=_line(event))
         await asyncio.sleep(USUAL_S)
         await self._clients.stop()
+
+    def recording(self) -> Recording:
+        """What was measured so far."""
         return Recording(
             model=self._args.model,
             kind=self._args.kind,
@@ -162,9 +165,13 @@ async def measure(args: argparse.Namespace, progress: Progress) -> Recording:
     async with server:
         clients = Clients(server.url, count=args.clients, max_tokens=args.max_tokens)
         await clients.learn()
-        recording = await Measurement(args, server, clients).run(progress)
-        await server.stop()
-    return recording
+        measurement = Measurement(args, server, clients)
+        try:
+            await measurement.run(progress)
+            await server.stop()
+        finally:
+            measurement.recording().save(args.save)
+    return measurement.recording()
 
 
 def _line(event: Event) -> str:
@@ -213,7 +220,6 @@ def main() -> int:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             recordings = [asyncio.run(measure(args, progress))]
-        recordings[0].save(args.save)
     print(json.dumps(report(recordings)))
     return 1 if any(each.problems for each in recordings) else 0
 

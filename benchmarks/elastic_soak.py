@@ -57,6 +57,7 @@ class Soak:
 
     model: str
     num_operations: int = 100
+    duration_s: float = 3600.0
     seed: int = 0
     num_clients: int = 4
     max_tokens: int = 96
@@ -123,7 +124,7 @@ async def _warm_up(soak: Soak, server: ElasticServer, clients: Clients) -> None:
 
 
 async def _change(soak: Soak, server: ElasticServer, clients: Clients, report: Report, say: Said) -> None:
-    rng = random.Random(soak.seed)
+    rng, ends_s = random.Random(soak.seed), time.monotonic() + soak.duration_s
     clients.start()
     try:
         for number in range(soak.num_operations):
@@ -137,6 +138,8 @@ async def _change(soak: Soak, server: ElasticServer, clients: Clients, report: R
             clients.forget_ended()
             if clients.problems:
                 return  # what comes later says nothing new
+            if time.monotonic() > ends_s:
+                break
         await _back_to_start(server)
         await asyncio.sleep(LOAD_S)
     finally:
@@ -233,6 +236,9 @@ def main() -> int:
     parser.add_argument(
         "--operations", type=int, default=defaults["num_operations"], help="changes in a row (%(default)s)"
     )
+    parser.add_argument(
+        "--duration-s", type=float, default=defaults["duration_s"], help="no more changes then (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=defaults["seed"], help="of the changes (%(default)s)")
     parser.add_argument("--clients", type=int, default=defaults["num_clients"], help="streams at a time (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=defaults["max_tokens"], help="of each text (%(default)s)")
@@ -249,6 +255,7 @@ def main() -> int:
     soak = Soak(
         model=args.model,
         num_operations=args.operations,
+        duration_s=args.duration_s,
         seed=args.seed,
         num_clients=args.clients,
         max_tokens=args.max_tokens,

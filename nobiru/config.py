@@ -171,11 +171,6 @@ class AutoscaleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def check_with(self, engine: EngineConfig) -> None:
         """Raises `ConfigError` when the ranks cannot follow: these sizes are not among those of `engine`."""
-        if engine.tensor_parallel_size > 1:
-            raise _bad_autoscale(
-                f"tensor_parallel_size is {engine.tensor_parallel_size}; it must be 1, since the number of ranks of "
-                "several workers is fixed"
-            )
         if self.max_size > engine.max_size:
             raise _bad_autoscale(
                 f"max is {self.max_size}; at most max_data_parallel_size = {engine.max_size} ranks may serve"

@@ -86,11 +86,16 @@ def render(document: Mapping[str, Any]) -> RenderableType:
     slots = placement.get("slots") or {}
     ranks = document.get("ranks") or []
     table = Table("rank")
-    for name in ("pid", "node", "state", "outstanding tokens", *(["experts per layer"] if slots else [])):
+    has_workers = any(len(rank.get("worker_pids") or ()) > 1 for rank in ranks)
+    names = ["pid", *(["worker pids"] if has_workers else []), "node", "state", "outstanding tokens"]
+    for name in (*names, *(["experts per layer"] if slots else [])):
         table.add_column(name, justify="left" if name in ("node", "state") else "right")
     for rank in ranks:
         state = _text(rank.get("state"))
-        cells = [_text(rank.get(name)) for name in ("rank_id", "pid", "node")]
+        cells = [_text(rank.get("rank_id")), _text(rank.get("pid"))]
+        if has_workers:
+            cells.append(Text(" ".join(map(str, (rank.get("worker_pids") or ())[1:])) or UNKNOWN))
+        cells.append(_text(rank.get("node")))
         cells += [Text(state.plain, STATE_STYLES.get(state.plain, "")), _text(rank.get("outstanding_tokens"))]
         if slots:
             cells.append(_text(_experts(slots.get(rank.get("rank_id")))))

@@ -62,10 +62,16 @@ NO_EXPERTS = ExpertCounts(before={}, read={}, after={})
 
 
 def count_experts(held: Mapping[str, int], plan: MembershipPlan, members: Sequence[str]) -> ExpertCounts:
-    """For the present ranks, which hold so many experts now, and the plan of the next `members`, in its order."""
-    in_slots = (plan.placement.slots != EMPTY).sum((0, 2)).tolist()
+    """For the present ranks, which hold so many experts now, and the plan of the next `members`, in its order.
+
+    The plan may be one of workers, as many for each member, with names such as "r0/1".
+    """
+    in_slots = (plan.placement.slots != EMPTY).sum((0, 2)).reshape(len(members), -1).sum(1).tolist()
     after = dict(zip(members, in_slots, strict=True))
-    read = {rank: len(plan.fills[rank]) if rank in held else after[rank] for rank in members}
+    read = {rank: 0 if rank in held else after[rank] for rank in members}
+    for worker, fills in plan.fills.items():
+        if (rank := worker.partition("/")[0]) in held:
+            read[rank] += len(fills)
     return ExpertCounts(before=dict(held), read=read, after=after)
 
 

@@ -5,7 +5,7 @@ The one module above the runner that needs torch, so the HTTP process never impo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +19,9 @@ from nobiru.engine.core import EngineCore
 from nobiru.engine.expert_member import ExpertMember
 from nobiru.engine.limits import default_token_budget, scheduler_config
 from nobiru.engine.messages import Inventory, MemoryUse
-from nobiru.engine.shares import check_team, inventory, load_share, make_member
-from nobiru.engine.team import Place, Team
+from nobiru.engine.rank_spec import Place
+from nobiru.engine.shares import check_team, inventory, load_share, make_expert_worker
+from nobiru.engine.team import SILENCE_S, Team
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.kv import cache
@@ -64,24 +65,22 @@ def build_engine(
     *,
     default_budget: int,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-    position: int = 0,
-    slots: Sequence[Sequence[int]] | None = None,
-    host: str = "127.0.0.1",
+    place: Place | None = None,
+    worker_timeout_s: float = SILENCE_S,
 ) -> Engine:
     """Load the model of `config`; raises `ConfigError` or `ModelFolderError`.
 
-    `default_budget` is the number of tokens an encoder's step takes on a CPU when `config` does not say. With expert
-    parallelism, `position` is the rank's place in its group, `slots` are the experts it holds, for each MoE layer, and
-    `host` is the address at which other ranks reach it.
+    `default_budget` is the number of tokens an encoder's step takes on a CPU when `config` does not say. `place` is a
+    rank's among others. A worker that gives no sign of life for `worker_timeout_s` is killed.
     """
     num_threads = config.num_threads or max(1, machine.default_num_threads() // config.tensor_parallel_size)
     torch.set_num_threads(num_threads)
     folder = read_folder(Path(config.model), max_model_len=config.max_model_len)
-    place = Place(position=position, slots=slots, host=host)
+    place = place or Place()
     if config.tensor_parallel_size == 1:
         return _assemble(config, folder, place, None, num_threads, default_budget, on_plan)
     check_team(config, folder)
-    team = Team(config, num_threads=num_threads, place=place)
+    team = Team(config, num_threads=num_threads, place=place, silence_s=worker_timeout_s)
     try:
         return _assemble(config, folder, place, team, num_threads, default_budget, on_plan)
     except BaseException:
@@ -211,9 +210,9 @@ def _join(
     if not config.enable_expert_parallel:
         return None, None
     moe = runner.moe if isinstance(runner, CausalRunner) else None
-    member = make_member(config, moe, place, workers=None if team is None else team.group, team=team)
+    own = make_expert_worker(config, moe, place, None if team is None else team.group)
     assert moe is not None
-    return member, inventory(config, place, moe)
+    return ExpertMember(own, team), inventory(config, place, moe)
 
 
 def _make_executor(runner: RunnerLike, *, retries: bool) -> Executor:

@@ -22,9 +22,8 @@ from nobiru.config import EngineConfig, SchedulerConfig
 from nobiru.elastic.autoscale import Usage
 from nobiru.engine import messages
 from nobiru.engine.backends import make_backend
-from nobiru.engine.controller import Controller
-from nobiru.engine.expert_balance import ExpertBalance, ExpertObserver
-from nobiru.engine.fixed_group import FixedGroup, NoOperations
+from nobiru.engine.controller import Controller, RankOptions
+from nobiru.engine.expert_balance import ExpertObserver
 from nobiru.engine.generation_stream import Aborts, GenerationStream, GenerationStreams
 from nobiru.engine.ledger import Entry, Ledger
 from nobiru.engine.messages import (
@@ -50,9 +49,8 @@ from nobiru.engine.messages import (
     Switched,
 )
 from nobiru.engine.operations import Operations
-from nobiru.engine.rank_spec import STORE_IDENTITY, RankSpec
-from nobiru.engine.recorder import Recorder
-from nobiru.engine.supervisor import Rank, RankProcess
+from nobiru.engine.rank_spec import STORE_IDENTITY
+from nobiru.engine.supervisor import Rank
 from nobiru.errors import UnavailableError
 from nobiru.folder.state import read_state
 from nobiru.generation import GenerationRequest
@@ -90,10 +88,7 @@ class ZmqClient:
         max_start_failures: int = 5,
         log_level: str = "info",
     ) -> None:
-        self._config = config
-        self._log_level = log_level
         self._observer = observer
-        self._files = read_state(Path(config.model))
         self._backend = make_backend(config, environment=environment, recorder_capacity=limits.max_num_seqs)
         ids = itertools.count()
         self._ledger = Ledger(
@@ -103,22 +98,14 @@ class ZmqClient:
             ids=ids,
         )
         self._generation = GenerationStreams(ids, send_waiting=self._send_children, abort=self._abort_all)
-        make = Controller if config.tensor_parallel_size == 1 else FixedGroup
-        self.ranks: Controller | FixedGroup = make(
-            config,
-            self,
-            self._begin_process,
-            endpoint=self._backend.endpoint,
-            host=self._backend.host,
-            files=self._files,
+        options = RankOptions(
             environment=environment,
-            balance=ExpertBalance(config, observer) if config.enable_expert_parallel else None,
             rank_timeout_s=rank_timeout_s,
             max_start_failures=max_start_failures,
-            num_places=lambda: self._backend.num_places,
-            on_loaded=self._on_loaded,
-            on_lost=self._on_lost,
+            log_level=log_level,
+            files=read_state(Path(config.model)),
         )
+        self.ranks = Controller(config, self, self._backend, options, observer)
         self._serving: dict[str, Rank] = {}
         self._futures: dict[Entry, asyncio.Future[Vectors]] = {}
         self._states: dict[str, EngineState] = {}
@@ -205,7 +192,7 @@ class ZmqClient:
         return len(self._serving) > 0
 
     @property
-    def operations(self) -> Operations | NoOperations:
+    def operations(self) -> Operations:
         """What changes the ranks."""
         return self.ranks.operations
 
@@ -256,6 +243,7 @@ class ZmqClient:
             {
                 "rank_id": rank.rank_id,
                 "pid": rank.process.pid,
+                "worker_pids": rank.worker_pids,
                 "node": rank.process.node,
                 "state": self.ranks.state_of(rank),
                 "outstanding_tokens": self.outstanding(rank.rank_id),
@@ -266,21 +254,7 @@ class ZmqClient:
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def _begin_process(
-        self, rank_id: str, position: int, slots: list[list[int]] | None
-    ) -> tuple[RankProcess, Recorder]:
-        spec = RankSpec(
-            rank_id=rank_id,
-            position=position,
-            endpoint=self._backend.endpoint,
-            slots=slots,
-            engine=self._config,
-            log_level=self._log_level,
-            files=self._files,
-        )
-        return self._backend.launch(spec)
-
-    def _on_loaded(self, rank: Rank, message: Loaded) -> None:
+    def rank_loaded(self, rank: Rank, message: Loaded) -> None:
         self.model_info = dict(message.info)
         self._ledger.max_slice_tokens = message.max_num_batched_tokens
         self.last_forward_s = time.monotonic()  # loading ends with a warm-up pass
@@ -296,7 +270,8 @@ class ZmqClient:
         """It is gone by plan: what it has not finished runs elsewhere."""
         self._forget_rank(rank_id, ())
 
-    def _on_lost(self, rank: Rank, executing: Sequence[int]) -> None:
+    def rank_lost(self, rank: Rank, executing: Sequence[int]) -> None:
+        """It died: what it had not finished runs elsewhere."""
         self._observer.rank_restarted()
         self._forget_rank(rank.rank_id, executing)
         for future in self._probes.values():
@@ -348,12 +323,11 @@ class ZmqClient:
                 if (future := self._probes.get(message.nonce)) is not None and not future.done():
                     future.set_result(True)
             case Loaded():
-                self.ranks.supervisor_of(rank).loaded(rank, message)
+                self.ranks.supervisor_of(rank).loaded(message)
             case StartFailed() | Crashed():
-                self.ranks.supervisor_of(rank).says_why(rank, message)
+                self.ranks.supervisor_of(rank).says_why(message)
 
     def _step_done(self, rank: Rank, done: StepDone) -> None:
-        rank.has_worked = True
         self.last_forward_s = time.monotonic()
         num_queued = self.queued_tokens
         self._generation.apply(done.generated)

@@ -9,9 +9,11 @@ Replicas, ranks that share nothing, go through the same machine: what it asks of
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +24,8 @@ from nobiru.elastic.holds import Holds, Point, delays_from
 from nobiru.elastic.membership import Action, Membership
 from nobiru.elastic.planner import MembershipPlan
 from nobiru.engine import messages
-from nobiru.engine.expert_balance import ExpertBalance
+from nobiru.engine.backends import Backend
+from nobiru.engine.expert_balance import ExpertBalance, ExpertObserver
 from nobiru.engine.messages import (
     Abandon,
     Applied,
@@ -46,7 +49,7 @@ from nobiru.engine.messages import (
 )
 from nobiru.engine.operations import Operations
 from nobiru.engine.planning import Planning
-from nobiru.engine.rank_spec import STORE_IDENTITY, control_identity
+from nobiru.engine.rank_spec import STORE_IDENTITY, Place, RankSpec, control_identity
 from nobiru.engine.ranks import Ranks
 from nobiru.engine.recorder import Recorder
 from nobiru.engine.store_process import StoreProcess
@@ -73,7 +76,26 @@ class Client(Protocol):
         """It is gone by plan: what it has not finished runs elsewhere."""
         ...
 
+    def rank_loaded(self, rank: Rank, message: Loaded) -> None: ...
+
+    def rank_lost(self, rank: Rank, executing: Sequence[int]) -> None:
+        """It died, with these sequences in execution."""
+        ...
+
     def outstanding(self, rank_id: str) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOptions:
+    """How ranks are started and watched: one that gives no sign of life for `rank_timeout_s` is dead, and after
+    `max_start_failures` failed starts in a row, with no rank left, the server is. `files` are those of the model folder
+    when the server started."""
+
+    environment: Mapping[str, str]
+    rank_timeout_s: float
+    max_start_failures: int
+    files: tuple[FileState, ...]
+    log_level: str = "info"
 
 
 class Controller:
@@ -86,32 +108,26 @@ class Controller:
         self,
         config: EngineConfig,
         client: Client,
-        begin_process: Callable[[str, int, list[list[int]] | None], tuple[RankProcess, Recorder]],
-        *,
-        endpoint: str,
-        host: str,
-        files: Sequence[FileState],
-        environment: Mapping[str, str],
-        balance: ExpertBalance | None,
-        rank_timeout_s: float,
-        max_start_failures: int,
-        num_places: Callable[[], int],
-        on_loaded: Callable[[Rank, Loaded], None],
-        on_lost: Callable[[Rank, Sequence[int]], None],
+        backend: Backend,
+        options: RankOptions,
+        observer: ExpertObserver,
     ) -> None:
         self._config = config
         self._client = client
-        self._begin_process = begin_process
+        self._backend = backend
+        self._options = options
+        balance = ExpertBalance(config, observer) if config.enable_expert_parallel else None
         self.balance = balance
         least = min(config.min_survivable_size, config.data_parallel_size)
         self.machine = Membership(desired_size=config.data_parallel_size, min_size=least)
         self.ranks = Ranks(
-            self._launch,
-            rank_timeout_s=rank_timeout_s,
+            self._begin_process,
+            rank_timeout_s=options.rank_timeout_s,
             on_loaded=self._loaded,
             on_lost=self._lost,
+            on_end=self.give_up_after,
         )
-        self._planning = Planning(config, balance, files=files, host=host)
+        self._planning = Planning(config, balance, files=options.files, host=backend.host)
         self.operations = Operations(
             config,
             self.machine,
@@ -120,16 +136,15 @@ class Controller:
             later=self._later,
             states=lambda: {rank.rank_id: self.state_of(rank) for rank in self.ranks},
             on_done=self._vacate,
-            num_places=num_places,
+            num_places=lambda: backend.num_places,
         )
-        self._num_places = num_places
-        self.holds = Holds(self._later, delays_from(parse_faults(environment.get(env.FAULT_INJECTION, ""))))
-        self._max_start_failures = max_start_failures
-        self._on_loaded = on_loaded
-        self._on_lost = on_lost
-        self._store = StoreProcess(endpoint, host, environment) if balance is not None else None
+        self.holds = Holds(self._later, delays_from(parse_faults(options.environment.get(env.FAULT_INJECTION, ""))))
+        self._store: StoreProcess | None = None
+        if balance is not None:
+            self._store = StoreProcess(backend.endpoint, backend.host, options.environment)
         self._plans: dict[int, MembershipPlan] = {}
         self._planned_slots: dict[str, list[list[int]]] = {}
+        self._positions: dict[str, int] = {}
         self._epoch_attempt = 0
         self._draining: tuple[str, ...] = ()
         self._waiting_for_store: list[membership.Prepare] = []
@@ -175,9 +190,8 @@ class Controller:
             "max_data_parallel_size": self.operations.max_size,
             "operation": None if running is None else self.operations.document(running.operation_id),
         }
-        if self.balance is not None and (placement := self.balance.placement) is not None:
-            members = self.machine.members[: placement.num_ranks]
-            status["placement"] = self.balance.status({rank_id: place for place, rank_id in enumerate(members)})
+        if self.balance is not None and self.balance.placement is not None:
+            status["placement"] = self.balance.status()
         return status
 
     def state_of(self, rank: Rank) -> str:
@@ -245,7 +259,7 @@ class Controller:
 
     def _loaded(self, rank: Rank, message: Loaded) -> None:
         self._num_start_failures = 0
-        self._on_loaded(rank, message)
+        self._client.rank_loaded(rank, message)
         self._planning.rank_loaded(rank, message.memory)
         if self.balance is not None:
             assert message.inventory is not None, "an expert-parallel rank has experts"
@@ -258,12 +272,12 @@ class Controller:
         self._num_start_failures = 0 if had_loaded else self._num_start_failures + 1
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
-        self.machine.num_places = self._num_places()
+        self.machine.num_places = self._backend.num_places
         actions = self.machine.rank_lost(rank.rank_id, rank.cause)
-        self._on_lost(rank, executing)
+        self._client.rank_lost(rank, executing)
         operation = self.machine.operation
         is_needed = not self.machine.lives and operation is not None and operation.origin in ("start", "failure")
-        if is_needed and (rank.permanent or self._num_start_failures >= self._max_start_failures):
+        if is_needed and (rank.permanent or self._num_start_failures >= self._options.max_start_failures):
             starts = f"{self._num_start_failures} starts failed: "
             self._give_up(f"{'' if rank.permanent else starts}{rank.cause or 'for no known cause'}")
             return
@@ -339,13 +353,23 @@ class Controller:
         stay = [rank for rank in self.machine.members if rank not in operation.leaving]
         members = (*stay, *operation.newcomers)
         plan = self.balance.plan(members)
-        self._planned_slots[rank_id] = plan.placement.slots[:, members.index(rank_id)].tolist()
+        self._planned_slots[rank_id] = self.balance.slots_of(plan.placement, members.index(rank_id))
 
-    def _launch(self, rank_id: str) -> tuple[RankProcess, Recorder]:
-        operation = self.machine.operation
-        newcomers = operation.newcomers if operation is not None else []
-        position = newcomers.index(rank_id) if rank_id in newcomers else 0
-        return self._begin_process(rank_id, position, self._planned_slots.pop(rank_id, None))
+    def _begin_process(self, rank_id: str) -> tuple[RankProcess, Recorder]:
+        # At the first start ranks together hold all experts if each has a position of its own.
+        self._positions = {rank.rank_id: self._positions[rank.rank_id] for rank in self.ranks}
+        position = next(number for number in itertools.count() if number not in self._positions.values())
+        self._positions[rank_id] = position
+        spec = RankSpec(
+            rank_id=rank_id,
+            place=Place(position=position, slots=self._planned_slots.pop(rank_id, None)),
+            endpoint=self._backend.endpoint,
+            engine=self._config,
+            worker_timeout_s=self._options.rank_timeout_s,
+            log_level=self._options.log_level,
+            files=self._options.files,
+        )
+        return self._backend.launch(spec)
 
     def _prepare(self, action: membership.Prepare) -> None:
         if self.balance is None:
@@ -377,7 +401,7 @@ class Controller:
                 version=self.balance.version + 1,
                 shape=(slots.shape[0], slots.shape[1], slots.shape[2]),
                 slots=slots.astype("<i4").tobytes(),
-                fills=[(fill.layer, fill.expert, fill.slot) for fill in plan.fills.get(rank_id, ())],
+                fills=self.balance.fills_of(plan, rank_id),
                 leave=action.leave,
                 max_read_bytes_per_s=self._config.max_transfer_bytes_per_s if self.machine.lives else None,
             )

@@ -3,7 +3,7 @@
 Owns the committed placement, its version, and the stage in progress. Messages of ranks in, orders to all ranks out;
 pure but for the observer and the thread of a search. When and what to move is `nobiru.parallel.balancer`'s.
 
-In a placement, a "rank" is a worker of a rank, in the order of ranks, then workers.
+In a placement, a "rank" is a worker of a rank, in the order of ranks, then workers; everywhere else here, it is a rank.
 
 This is called on the server's event loop, which serves requests, and looking for a better placement takes seconds for a
 model of many experts. So that runs in a thread; what it has found is taken up when a rank next reports its load.
@@ -42,15 +42,14 @@ class ExpertObserver(Protocol):
 
 
 class ExpertBalance:
-    """`handle` the messages of the ranks at positions 0 to `size` - 1 of an epoch, between its begin and its end."""
+    """`handle` the messages of the members of an epoch, by their positions, between its begin and its end."""
 
     def __init__(self, config: EngineConfig, observer: ExpertObserver) -> None:
         self.version = 0
-        self._size = config.data_parallel_size
+        self._members: tuple[str, ...] = ()
         self._num_workers = config.tensor_parallel_size
         self._config = config
         self._observer = observer
-        self._inventories: dict[int, Inventory] = {}
         self._placement: Placement | None = None
         self._balancer: Balancer | None = None
         self._stage: Stage | None = None
@@ -66,20 +65,8 @@ class ExpertBalance:
 
     @property
     def placement(self) -> Placement | None:
-        """The committed one; None until every rank has said what it holds."""
+        """The committed one; None before the first epoch."""
         return self._placement
-
-    def rank_loaded(self, position: int, inventory: Inventory) -> None:
-        """A rank holds these experts: what was asked of it, if there is a placement already."""
-        if self._placement is not None:
-            return
-        self._inventories[position] = inventory
-        if len(self._inventories) < self._size:
-            return
-        parts = [self._inventories[place] for place in range(self._size)]
-        slots = [np.frombuffer(each.slots, "<i4").reshape(each.shape[0], self._num_workers, -1) for each in parts]
-        self._placement = Placement(slots=np.concatenate(slots, axis=1), num_experts=parts[0].num_experts)
-        self._balancer = self._make_balancer(self._placement)
 
     def _make_balancer(self, placement: Placement) -> Balancer:
         config = BalancerConfig(
@@ -108,26 +95,53 @@ class ExpertBalance:
     def plan(self, members: Sequence[str]) -> MembershipPlan:
         """What these members would hold. Those that have not loaded yet hold nothing; of the first ones all count."""
         if self._placement is None:
-            slots = np.stack([self._held[rank] for rank in members], axis=1)
+            slots = np.concatenate([self._held[rank] for rank in members], axis=1)
             return MembershipPlan(placement=Placement(slots=slots, num_experts=self._num_experts), fills={})
         return plan_membership(
-            {rank: self._held[rank] for rank in members if rank in self._held},
-            members,
+            {
+                worker: self._held[rank][:, index]
+                for rank in members
+                if rank in self._held
+                for index, worker in enumerate(self._workers_of(rank))
+            },
+            [worker for rank in members for worker in self._workers_of(rank)],
             num_layers=self._placement.num_layers,
             num_experts=self._placement.num_experts,
             slot_capacity=self._placement.slot_capacity,
             num_redundant=self._config.num_redundant_experts,
         )
 
+    def slots_of(self, placement: Placement, position: int) -> list[list[int]]:
+        """The experts of all workers of the rank at this position, worker by worker, for each MoE layer."""
+        own_LWS = placement.slots[:, self._rows(position)]
+        slots: list[list[int]] = own_LWS.reshape(len(own_LWS), -1).tolist()
+        return slots
+
+    def fills_of(self, plan: MembershipPlan, rank_id: str) -> list[list[tuple[int, int, int]]]:
+        """What each worker of a rank has to read, as `Form` says it."""
+        return [
+            [(fill.layer, fill.expert, fill.slot) for fill in plan.fills.get(worker, ())]
+            for worker in self._workers_of(rank_id)
+        ]
+
     def commit(self, plan: MembershipPlan, members: Sequence[str]) -> None:
         """The epoch of `members` begins with this placement, one version on."""
         if self._balancer is None:
             self._balancer = self._make_balancer(plan.placement)
-        self._placement = plan.placement
-        self._held = {rank: plan.placement.slots[:, place] for place, rank in enumerate(members)}
-        self._size = len(members)
+        self._placement, self._members = plan.placement, tuple(members)
+        self._held = self._held_by_members(plan.placement)
         self.version += 1
         self.epoch_begins()
+
+    def _held_by_members(self, placement: Placement) -> dict[str, Slots]:
+        return {rank: placement.slots[:, self._rows(place)] for place, rank in enumerate(self._members)}
+
+    def _rows(self, position: int) -> slice:
+        """Of a rank's workers in a placement."""
+        return slice(position * self._num_workers, (position + 1) * self._num_workers)
+
+    def _workers_of(self, rank_id: str) -> list[str]:
+        return [f"{rank_id}/{index}" for index in range(self._num_workers)]
 
     @property
     def is_moving(self) -> bool:
@@ -141,16 +155,8 @@ class ExpertBalance:
     def thaw(self) -> None:
         self.epoch_begins()
 
-    def slots_of(self, position: int) -> list[list[int]] | None:
-        """What a rank that comes to this place has to hold; None before there was one."""
-        if self._placement is None:
-            return None
-        own_LWS = self._placement.slots[:, position * self._num_workers :][:, : self._num_workers]
-        slots: list[list[int]] = own_LWS.reshape(len(own_LWS), -1).tolist()
-        return slots
-
     def epoch_begins(self) -> None:
-        self._may_move = self._config.enable_eplb and self._size * self._num_workers > 1
+        self._may_move = self._config.enable_eplb and len(self._members) * self._num_workers > 1
 
     def epoch_ends(self) -> None:
         """A stage in progress never was."""
@@ -170,7 +176,7 @@ class ExpertBalance:
             case Switched():
                 return self._rank_switched(position, message)
 
-    def status(self, positions: Mapping[str, int]) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """For `GET /elastic/status`: the placement by rank, and how balanced it is; empty before there is one."""
         if self._placement is None or self._balancer is None:
             return {}
@@ -178,7 +184,11 @@ class ExpertBalance:
         return {
             "num_experts": self._placement.num_experts,
             "slot_capacity": self._placement.slot_capacity,
-            "slots": {rank_id: self.slots_of(place) for rank_id, place in positions.items()},
+            "slots": {
+                rank: self.slots_of(self._placement, place)
+                for place, rank in enumerate(self._members)
+                if rank in self._held
+            },
             "version": self.version,
             "balancedness": round(balancedness(self._placement, loads), 4) if loads.any() else None,
             "num_rebalances": self._balancer.num_rebalances,
@@ -192,7 +202,7 @@ class ExpertBalance:
         counts_LE = np.frombuffer(message.counts, dtype="<i8").reshape(message.shape)
         self._balancer.observe(counts_LE, message.num_steps if position == 0 else 0)  # they step together
         loads = self._balancer.window.loads
-        by_rank = rank_loads(self._placement, counts_LE).sum(0)
+        by_rank = rank_loads(self._placement, counts_LE).sum(0).reshape(-1, self._num_workers).sum(1)
         self._observer.observe_experts(
             by_expert=dict(enumerate(counts_LE.sum(0).tolist())),
             by_rank={place: round(tokens) for place, tokens in enumerate(by_rank.tolist())},
@@ -239,11 +249,11 @@ class ExpertBalance:
         if self._stage is None or message.version != self.version + 1:
             return []
         self._switched.add(position)
-        if len(self._switched) < self._size:
+        if len(self._switched) < len(self._members):
             return []
         assert self._balancer is not None
         self._placement, self._stage = self._stage.after, None
-        self._held = {rank: self._placement.slots[:, place] for place, rank in enumerate(self._held)}
+        self._held |= self._held_by_members(self._placement)
         self.version += 1
         if self._balancer.num_rebalances > self._num_rebalances:
             self._num_rebalances = self._balancer.num_rebalances

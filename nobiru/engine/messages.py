@@ -51,9 +51,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate", kw_
 class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=True):
     """Build the groups of an attempt at `epoch` with its other members, as number `position` of `size`.
 
-    The members meet at the store. `slots` (int32 bytes, of `shape` MoE layers, ranks, slots) says which expert is in
-    which slot; -1 is an empty one. `fills` (layer, expert, slot) are to be read from the folder, no faster than
-    `max_read_bytes_per_s`.
+    The members meet at the store. `slots` (int32 bytes, of `shape` MoE layers, workers of all ranks, slots) says which
+    expert is in which slot; -1 is an empty one. `fills` are, for each worker of the rank, (layer, expert, slot): to be
+    read from the folder, by each no faster than `max_read_bytes_per_s`.
     """
 
     attempt: int
@@ -65,7 +65,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=Tru
     version: int
     shape: tuple[int, int, int]
     slots: bytes
-    fills: list[tuple[int, int, int]] = []
+    fills: list[list[tuple[int, int, int]]] = []
     leave: bool = False  # the epoch before is over: out of it first
     max_read_bytes_per_s: int | None = None
 
@@ -116,7 +116,10 @@ class Vacate(msgspec.Struct, frozen=True, array_like=True, tag="vacate", kw_only
 
 
 class Abandon(msgspec.Struct, frozen=True, array_like=True, tag="abandon", kw_only=True):
-    """A member is gone: leave what belongs to this attempt. To the rank's control socket; it may be stuck in a step."""
+    """A member is gone: leave what belongs to this attempt. To the rank's control socket; it may be stuck in a step.
+
+    Also from the leader of a rank, which has left the attempt's epoch, to its other workers.
+    """
 
     attempt: int
 
@@ -141,12 +144,12 @@ ToRank = Add | Generate | Form | Arm | Forget | Begin | Wake | MoveExperts | Vac
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The experts a rank holds: `slots` (int32 bytes, of `shape` MoE layers, slots), -1 for an empty one."""
+    """The experts a rank holds: `slots` (int32 bytes, of `shape` MoE layers, workers, slots), -1 for an empty one."""
 
     num_experts: int
     expert_bytes: int
     stored_expert_bytes: int
-    shape: tuple[int, int]
+    shape: tuple[int, int, int]
     slots: bytes
 
 
@@ -163,13 +166,17 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded", kw_only=True):
-    """The model is loaded and warm. `info` says what for the start line: dtype, device, threads, limits. `memory` is
-    not told where weights lie on a device."""
+    """The model is loaded and warm. `info` says what for the start line: dtype, device, threads, limits.
+
+    `memory` is not told where weights lie on a device. `worker_pids` are the process ids of the rank's workers, itself
+    the first.
+    """
 
     max_num_batched_tokens: int
     info: dict[str, str | int | float | bool | None]
     inventory: Inventory | None = None
     memory: MemoryUse | None = None
+    worker_pids: list[int] = []
 
 
 class StoreReady(msgspec.Struct, frozen=True, array_like=True, tag="store_ready", kw_only=True):

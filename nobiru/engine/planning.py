@@ -120,13 +120,15 @@ class Planning:
         if rank_id not in self._uses:  # its memory is a device's, or unknown
             return RankMemory(node=None, base_bytes=0, kv_cache_bytes=0, firm_cache_bytes=0)
         rank, use = self._uses[rank_id]
-        node, pid = rank.process.node, rank.process.pid
+        node = rank.process.node
+        resident = [machine.resident_memory_bytes(pid) for pid in rank.worker_pids] if node == self._host else []
+        told = [each for each in resident if each is not None]
         return RankMemory(
             node=node,
             base_bytes=use.base_bytes,
             kv_cache_bytes=use.kv_cache_bytes,
             firm_cache_bytes=use.kv_cache_bytes if use.kv_cache_share is None else use.least_kv_cache_bytes,
-            resident_bytes=machine.resident_memory_bytes(pid) if node == self._host and pid is not None else None,
+            resident_bytes=sum(told) if told and len(told) == len(resident) else None,
         )
 
     def _newcomer(self, present: Mapping[str, RankMemory]) -> RankMemory:

@@ -419,9 +419,8 @@ def serve(
             spec.engine,
             default_budget=SERVER_TOKEN_BUDGET,
             on_plan=lambda plan: recorder.step_begins([each.seq_id for each in plan.sequences]),
-            position=spec.position,
-            slots=spec.slots,
-            host=spec.host,
+            place=spec.place,
+            worker_timeout_s=spec.worker_timeout_s,
         )
         _check_folder(spec)  # nobody wrote into it meanwhile
     except Exception as error:
@@ -437,7 +436,13 @@ def serve(
         control = connect(context, spec, control_identity(spec.rank_id))
         in_background("control", partial(_obey, control, engine.member))
     budget = engine.core.scheduler.config.max_num_batched_tokens
-    loaded = Loaded(max_num_batched_tokens=budget, info=engine.info, inventory=engine.inventory, memory=engine.memory)
+    loaded = Loaded(
+        max_num_batched_tokens=budget,
+        info=engine.info,
+        inventory=engine.inventory,
+        memory=engine.memory,
+        worker_pids=[os.getpid(), *(engine.team.pids if engine.team is not None else ())],
+    )
     socket.send(messages.encode(loaded))
     try:
         RankServer(engine.core, socket, recorder, engine.member).run()

@@ -21,22 +21,30 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_restart: bool = False
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a rank among others: its `position` at the first start, the experts that all its workers together hold (None:
+    those of the first start), for each MoE layer, and the address at which other ranks reach it."""
+
+    position: int = 0
+    slots: list[list[int]] | None = None
+    host: str = "127.0.0.1"
+
+
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One JSON line. `recorder_fd` is an inherited descriptor; on another machine, `heart` is an address instead.
 
-    `slots` says which expert of each MoE layer goes into which slot; None: as at the first start. `host` is the address
-    at which other ranks reach this one. `files` are those of the model folder as they were when the server started.
+    A worker of the rank that gives no sign of life for `worker_timeout_s` is dead, and the rank with it. `files` are
+    those of the model folder as they were when the server started.
     """
 
     rank_id: str
-    position: int
-    slots: list[list[int]] | None = None
+    place: Place
     endpoint: str
     recorder_fd: int | None = None
     heart: str | None = None
     engine: EngineConfig
+    worker_timeout_s: float = 10.0
     log_level: str = "info"
-    host: str = "127.0.0.1"
     files: tuple[FileState, ...] = ()
 
 

@@ -24,7 +24,8 @@ def main(spec: bytes, *, host: str, num_cpus: int) -> int:
     described = msgspec.json.decode(spec, type=RankSpec)
     num_threads = max(1, num_cpus // described.engine.tensor_parallel_size)
     engine = msgspec.structs.replace(described.engine, num_threads=num_threads)
-    described = msgspec.structs.replace(described, host=host, engine=engine)
+    place = msgspec.structs.replace(described.place, host=host)
+    described = msgspec.structs.replace(described, place=place, engine=engine)
     logging.basicConfig(level=described.log_level.upper(), format=f"{described.rank_id} %(levelname)s %(message)s")
     assert described.heart is not None
     heart = Heart(described.heart, described.rank_id)

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobiru.config import EngineConfig
-from nobiru.engine.expert_member import ExpertMember, StandInDispatcher
+from nobiru.engine.expert_worker import ExpertWorker, StandInDispatcher
 from nobiru.engine.messages import Inventory
-from nobiru.engine.team import Place, Team
+from nobiru.engine.rank_spec import Place
 from nobiru.errors import ConfigError
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.moe import MoeParts
@@ -63,12 +63,11 @@ def choose_slots(config: EngineConfig, place: Place, index: int) -> Callable[[in
 def inventory(config: EngineConfig, place: Place, moe: MoeParts) -> Inventory:
     """What a rank holds as it begins, all its workers together."""
     slots_LWS = _slots_of_workers(config, place, moe.num_layers, moe.num_experts)
-    num_slots = moe.slot_capacity * config.tensor_parallel_size
     return Inventory(
         num_experts=moe.num_experts,
         expert_bytes=moe.expert_bytes,
         stored_expert_bytes=moe.stored_expert_bytes,
-        shape=(moe.num_layers, num_slots),
+        shape=(moe.num_layers, config.tensor_parallel_size, moe.slot_capacity),
         slots=slots_LWS.astype("<i4").tobytes(),
     )
 
@@ -91,7 +90,7 @@ def first_placement(config: EngineConfig, num_layers: int, num_experts: int) -> 
     if config.enable_expert_parallel:
         size *= config.data_parallel_size
     # So few ranks can hold all experts; slots that nobody fills take no memory on a CPU.
-    least = config.min_survivable_size if config.tensor_parallel_size == 1 else size
+    least = config.min_survivable_size * config.tensor_parallel_size
     capacity = slot_capacity_for(num_experts=num_experts, num_redundant=redundant, min_ranks=min(least, size))
     return initial_placement(
         num_layers=num_layers,
@@ -102,27 +101,21 @@ def first_placement(config: EngineConfig, num_layers: int, num_experts: int) -> 
     )
 
 
-def make_member(
-    config: EngineConfig,
-    moe: MoeParts | None,
-    place: Place,
-    *,
-    workers: WorkerGroup | None = None,
-    team: Team | None = None,
-) -> ExpertMember:
+def make_expert_worker(
+    config: EngineConfig, moe: MoeParts | None, place: Place, group: WorkerGroup | None
+) -> ExpertWorker:
     """This process' part in epochs of expert-parallel ranks; `ConfigError` for a model without experts."""
     if moe is None:
         raise ConfigError(
             "enable_expert_parallel is set, but the model has no experts; leave it out, and ranks hold the whole model",
             param="enable_expert_parallel",
         )
-    return ExpertMember(
+    return ExpertWorker(
         moe,
         step_timeout_s=config.step_timeout_s,
         max_transfer_bytes_per_s=config.max_transfer_bytes_per_s,
         host=place.host,
-        workers=workers,
-        team=team,
+        workers=group,
     )
 
 

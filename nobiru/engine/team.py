@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,7 +24,8 @@ from torch._C._distributed_c10d import TCPStore
 from nobiru import env
 from nobiru.config import EngineConfig
 from nobiru.elastic.launcher.local import LocalLauncher, LocalProcess
-from nobiru.engine.messages import Moved
+from nobiru.engine.messages import Formed, Moved
+from nobiru.engine.rank_spec import Place
 from nobiru.engine.recorder import FlightRecorder
 from nobiru.engine.team_messages import (
     Allocate,
@@ -34,7 +34,6 @@ from nobiru.engine.team_messages import (
     ShareLoaded,
     ToWorker,
     WorkerFailed,
-    WorkerFormed,
     WorkerSpec,
     decode_from_worker,
     encode,
@@ -51,38 +50,29 @@ logger = logging.getLogger(__name__)
 GROUP_ATTEMPT = "start"
 MEET_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
-FORM_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 POLL_MS = 100
 WATCH_INTERVAL_S = 0.5
-# A worker whose heart has not beaten for so long is killed.
 SILENCE_S = 10.0
 
-_Heard = TypeVar("_Heard", Ready, ShareLoaded, WorkerFormed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Of a rank among others: its `position`, the experts that all its workers together hold (None: those of the first
-    start), for each MoE layer, and the address at which other ranks reach it."""
-
-    position: int = 0
-    slots: Sequence[Sequence[int]] | None = None
-    host: str = "127.0.0.1"
+_Heard = TypeVar("_Heard", Ready, ShareLoaded)
+_Taken = TypeVar("_Taken", Formed, Moved)
 
 
 class Team:
     """Workers 1 to `tensor_parallel_size` - 1, whose leader, worker 0, is this process.
 
     `start`, load, `wait_loaded`, `allocate`, and then `step` for each step just before computing it; `tell` for what
-    else the leader does and they must do too. Any of them raises `GroupError` when a worker is dead. `on_death`, which
-    may be set at any time, hears of a death from another thread. `close` ends the processes.
+    else the leader does and they must do too, `take` for what they say of it. Any of them raises `GroupError` when a
+    worker is dead; one whose heart has not beaten for `silence_s` is killed. `on_death`, which may be set at any time,
+    hears of a death from another thread. `close` ends the processes.
     """
 
-    def __init__(self, config: EngineConfig, *, num_threads: int, place: Place) -> None:
+    def __init__(self, config: EngineConfig, *, num_threads: int, place: Place, silence_s: float = SILENCE_S) -> None:
         self._config = config
         self._num_threads = num_threads
         self._place = place
+        self._silence_s = silence_s
         self.group = WorkerGroup(Shard(0, config.tensor_parallel_size))
         self.on_death: Callable[[], None] = lambda: None
         self._context = zmq.Context()
@@ -93,6 +83,7 @@ class Team:
         self._meeting: TCPStore | None = None
         self._failure: str | None = None
         self._is_closing = False
+        self._said: list[Formed | Moved] = []
 
     @property
     def size(self) -> int:
@@ -123,19 +114,17 @@ class Team:
             self._recorders.append(recorder)
             spec = WorkerSpec(
                 index=index,
-                position=self._place.position,
-                slots=None if self._place.slots is None else [list(each) for each in self._place.slots],
+                place=self._place,
                 endpoint=endpoint,
                 recorder_fd=recorder.fd,
                 store_port=meeting.port,
-                host=self._place.host,
                 engine=self._config,
                 num_threads=self._num_threads,
                 log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
             )
             self._processes.append(launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd]))
         self._watcher.start()
-        self._hear_all(Ready, MEET_TIMEOUT_S)
+        self._hear_all(Ready, LOAD_TIMEOUT_S)
         self.group.join(meet(meeting.port, self.group.shard, self._config.step_timeout_s))
 
     def wait_loaded(self) -> None:
@@ -190,32 +179,26 @@ class Team:
             except zmq.ZMQError as error:  # the news of its death is on its way
                 raise GroupError(f"worker {index} of the rank does not listen: {error}") from error
 
-    def take_moved(self) -> Iterator[Moved]:
-        """How copying experts ended on workers that have said so since the last call."""
+    def take(self, kind: type[_Taken]) -> list[_Taken]:
+        """What workers have said of this kind since the last call."""
         while self._socket.poll(0):
             _, message = self._receive()
-            if isinstance(message, Moved):
-                yield message
-
-    def wait_formed(self, attempt: int) -> None:
-        """`GroupError` if a worker could not."""
-        for message in self._hear_all(WorkerFormed, FORM_TIMEOUT_S, lambda found: found.attempt == attempt):
-            if message.error is not None:
-                raise GroupError(message.error)
+            if isinstance(message, Formed | Moved):
+                self._said.append(message)
+        taken = [each for each in self._said if isinstance(each, kind)]
+        self._said = [each for each in self._said if not isinstance(each, kind)]
+        return taken
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _hear_all(
-        self, kind: type[_Heard], timeout_s: float, is_meant: Callable[[_Heard], bool] = lambda found: True
-    ) -> list[_Heard]:
-        """One such message of each worker; older ones of other kinds are dropped."""
+    def _hear_all(self, kind: type[_Heard], timeout_s: float) -> None:
+        """Until every worker has said this."""
         end_s = time.monotonic() + timeout_s
-        found: dict[bytes, _Heard] = {}
-        while len(found) < self.size - 1:
-            message = self._hear(end_s, kind.__name__)
-            if isinstance(message[1], kind) and is_meant(message[1]):
-                found[message[0]] = message[1]
-        return list(found.values())
+        heard: set[bytes] = set()
+        while len(heard) < self.size - 1:
+            identity, message = self._hear(end_s, kind.__name__)
+            if isinstance(message, kind):
+                heard.add(identity)
 
     def _hear(self, end_s: float, what: str) -> tuple[bytes, FromWorker]:
         while not self._socket.poll(POLL_MS):
@@ -255,10 +238,10 @@ class Team:
                 return waits.index(first) + 1, first.result()
             now_s = time.monotonic()
             held_up_s, last_look_s = now_s - last_look_s - WATCH_INTERVAL_S, now_s
-            if held_up_s > SILENCE_S / 2:
+            if held_up_s > self._silence_s / 2:
                 continue  # this machine, not a worker, stood still
             for process, recorder in zip(self._processes, self._recorders, strict=True):
-                if recorder.heartbeat_s and now_s - recorder.heartbeat_s > SILENCE_S:
+                if recorder.heartbeat_s and now_s - recorder.heartbeat_s > self._silence_s:
                     logger.error("process %d, a worker, gives no sign of life", process.pid)
                     process.kill()
 

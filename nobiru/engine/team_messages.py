@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from nobiru.config import EngineConfig
-from nobiru.engine.messages import Form, Moved, MoveExperts, Vacate
+from nobiru.engine.messages import Abandon, Begin, Forget, Form, Formed, Moved, MoveExperts, Vacate
+from nobiru.engine.rank_spec import Place
 from nobiru.generation import CausalInput, GenerationInput, SampleRequest, SamplingParams
 
 # What is drawn from the logits is the leader's business.
@@ -21,20 +22,16 @@ _ASKED = SampleRequest(input=GenerationInput(params=SamplingParams(seed=0)), pro
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One JSON line on the worker's standard input: what to load as worker `index` of the rank at `position`.
+    """One JSON line on the worker's standard input: what to load as worker `index` of the rank at `place`.
 
-    `slots` is what the whole rank holds of experts, if not what it would at the first start. `store_port` is where the
-    rank's workers meet, `recorder_fd` an inherited descriptor: where the heart beats. Other ranks reach this one at the
-    address `host`.
+    `store_port` is where the rank's workers meet, `recorder_fd` an inherited descriptor: where the heart beats.
     """
 
     index: int
-    position: int
-    slots: list[list[int]] | None
+    place: Place
     endpoint: str
     recorder_fd: int
     store_port: int
-    host: str
     engine: EngineConfig
     num_threads: int
     log_level: str
@@ -71,7 +68,7 @@ class Switch(msgspec.Struct, frozen=True, array_like=True, tag="switch", kw_only
     """All ranks have copied their experts: use the new placement from now on."""
 
 
-ToWorker = Allocate | Step | IdleStep | CollectLoads | Form | MoveExperts | Switch | Vacate
+ToWorker = Allocate | Step | IdleStep | CollectLoads | Form | Forget | Begin | Abandon | MoveExperts | Switch | Vacate
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready", kw_only=True):
@@ -82,13 +79,6 @@ class ShareLoaded(msgspec.Struct, frozen=True, array_like=True, tag="share_loade
     """The weights are in memory."""
 
 
-class WorkerFormed(msgspec.Struct, frozen=True, array_like=True, tag="worker_formed", kw_only=True):
-    """The groups of this attempt stand; or `error` says why not."""
-
-    attempt: int
-    error: str | None = None
-
-
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="worker_failed", kw_only=True):
     """The worker ends. `permanent` if it would again."""
 
@@ -96,7 +86,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="worker_fai
     permanent: bool
 
 
-FromWorker = Ready | ShareLoaded | WorkerFormed | WorkerFailed | Moved
+FromWorker = Ready | ShareLoaded | WorkerFailed | Formed | Moved
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -34,7 +34,7 @@ class TeamMoves:
 
     def take_outcome(self) -> Moved | None:
         """That of all workers, once the last has its own."""
-        found = [*self._team.take_moved()]
+        found = self._team.take(Moved)
         if (own := self._own.take_outcome()) is not None:
             found.append(own)
         self._outcomes += found

@@ -17,12 +17,12 @@ import msgspec
 import torch
 import zmq
 
-from nobiru.engine.expert_member import ExpertMember
-from nobiru.engine.messages import Form, MoveExperts, Vacate
+from nobiru.engine.expert_worker import ExpertWorker
+from nobiru.engine.messages import Abandon, Begin, Forget, Form, MoveExperts, Vacate
 from nobiru.engine.rank import beat, end_with_parent, in_background
 from nobiru.engine.recorder import FlightRecorder
-from nobiru.engine.shares import load_share, make_member
-from nobiru.engine.team import Place, meet, worker_identity
+from nobiru.engine.shares import load_share, make_expert_worker
+from nobiru.engine.team import meet, worker_identity
 from nobiru.engine.team_messages import (
     Allocate,
     CollectLoads,
@@ -33,7 +33,6 @@ from nobiru.engine.team_messages import (
     Switch,
     ToWorker,
     WorkerFailed,
-    WorkerFormed,
     WorkerSpec,
     decode_to_worker,
     encode,
@@ -45,7 +44,7 @@ from nobiru.layers.sharding import Shard
 from nobiru.parallel.tensor import WorkerGroup
 from nobiru.runner.causal import CausalRunner
 
-COPYING_POLL_MS = 20
+BUSY_POLL_MS = 20  # while a thread prepares or copies
 
 logger = logging.getLogger(__name__)
 
@@ -87,39 +86,39 @@ def _work(spec: WorkerSpec, socket: zmq.Socket[bytes]) -> None:
     group = WorkerGroup(Shard(spec.index, spec.engine.tensor_parallel_size))
     group.join(meet(spec.store_port, group.shard, spec.engine.step_timeout_s))
     folder = read_folder(Path(spec.engine.model), max_model_len=spec.engine.max_model_len)
-    place = Place(position=spec.position, slots=spec.slots, host=spec.host)
-    runner = load_share(spec.engine, folder, place, group)
+    runner = load_share(spec.engine, folder, spec.place, group)
     socket.send(encode(ShareLoaded()))
     steps_with_others = spec.engine.enable_expert_parallel
-    member = make_member(spec.engine, runner.moe, place, workers=group) if steps_with_others else None
-    worker = Worker(runner, member, socket)
+    experts = make_expert_worker(spec.engine, runner.moe, spec.place, group) if steps_with_others else None
+    worker = Worker(runner, experts, socket)
     while True:
         worker.obey()
 
 
 class Worker:
-    """Does what the leader says. `member` is its part in epochs, where ranks step together."""
+    """Does what the leader says. `experts` is its part in epochs, where ranks step together."""
 
-    def __init__(self, runner: CausalRunner, member: ExpertMember | None, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, runner: CausalRunner, experts: ExpertWorker | None, socket: zmq.Socket[bytes]) -> None:
         self._runner = runner
-        self._member = member
+        self._experts = experts
         self._socket = socket
         self._is_copying = False
 
     def obey(self) -> None:
-        """One message; or, while experts are copied, perhaps none. `GroupError` if that is this process' end."""
-        if self._is_copying:
-            self._report_moved()
-            if not self._socket.poll(COPYING_POLL_MS):
+        """One message; or, while a thread is busy, perhaps none. `GroupError` if that is this process' end."""
+        experts = self._experts
+        if experts is not None and (experts.is_preparing or self._is_copying):
+            self._report(experts)
+            if not self._socket.poll(BUSY_POLL_MS):
                 return
         message = decode_to_worker(self._socket.recv())
         try:
             self._do(message)
         except GroupError as error:
-            if self._member is None:
+            if experts is None:
                 raise
             logger.warning("leaving the epoch: %s", error)
-            self._member.leave()
+            experts.leave()
 
     def _do(self, message: ToWorker) -> None:
         match message:
@@ -128,18 +127,26 @@ class Worker:
             case Allocate():
                 self._runner.allocate_cache(message.num_blocks, message.block_size)
             case _:
-                assert self._member is not None, "the rank is one of several that step together"
-                self._do_with_others(self._member, message)
+                assert self._experts is not None, "the rank is one of several that step together"
+                self._do_with_others(self._experts, message)
 
-    def _do_with_others(self, member: ExpertMember, message: ToWorker) -> None:
-        moves = member.moves
+    def _do_with_others(self, experts: ExpertWorker, message: ToWorker) -> None:
+        moves = experts.moves
         match message:
             case IdleStep():
-                member.run_idle()
+                experts.run_idle()
             case CollectLoads():
-                member.collect_loads()
+                experts.collect_loads()
             case Form():
-                self._form(member, message)
+                experts.prepare(message)
+            case Forget():
+                experts.forget(message.attempt)
+            case Begin():
+                experts.begin(message.attempt)
+                self._is_copying = False
+            case Abandon():
+                if experts.epoch is not None and experts.epoch.attempt <= message.attempt:
+                    experts.leave()
             case MoveExperts() if moves is not None:
                 moves.begin(message)
                 self._is_copying = True
@@ -148,19 +155,12 @@ class Worker:
             case Vacate() if moves is not None:
                 moves.vacate(message.version)
 
-    def _form(self, member: ExpertMember, form: Form) -> None:
-        self._is_copying = False
-        try:
-            member.form(form)
-        except GroupError as error:
-            self._socket.send(encode(WorkerFormed(attempt=form.attempt, error=str(error))))
-        else:
-            self._socket.send(encode(WorkerFormed(attempt=form.attempt)))
-
-    def _report_moved(self) -> None:
-        moves = self._member.moves if self._member is not None else None
-        if moves is None:
+    def _report(self, experts: ExpertWorker) -> None:
+        """What threads have brought to an end."""
+        if (formed := experts.take_prepared()) is not None:
+            self._socket.send(encode(formed))
+        if not self._is_copying or experts.moves is None:
             self._is_copying = False
-        elif (outcome := moves.take_outcome()) is not None:
+        elif (moved := experts.moves.take_outcome()) is not None:
             self._is_copying = False
-            self._socket.send(encode(outcome))
+            self._socket.send(encode(moved))

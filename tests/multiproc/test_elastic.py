@@ -8,8 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from elastic_scenes import ended, members, play, undisturbed_texts, whole
-from ranks import is_alive, until
+from elastic_scenes import GREEDY, SPREAD, ended, members, play, undisturbed_texts, whole
+from generation_requests import PROMPTS, generation, text_of
+from ranks import is_alive, running, until
 
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -118,3 +119,17 @@ def test_what_cannot_be_done_is_refused(moe_model: Path, expected: list[list[int
         assert len(members(client)) == 2
 
     play(moe_model, expected, scene)
+
+
+def test_a_rank_that_dies_before_the_first_epoch_is_replaced_with_its_experts(
+    moe_model: Path, expected: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with running(moe_model, **SPREAD) as client:
+            os.kill(client.status()["ranks"][0]["pid"], signal.SIGKILL)
+            await whole(client, 2)
+            assert members(client) == ["r1", "r2"]
+            assert client.status()["epoch"] == 1
+            assert await text_of(client.generate(generation(PROMPTS[0], GREEDY))) == expected[0]
+
+    asyncio.run(main())

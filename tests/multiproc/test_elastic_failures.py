@@ -13,7 +13,7 @@ from elastic_scenes import members, play, undisturbed_texts
 from ranks import until
 
 from nobiru.engine.client import ZmqClient
-from nobiru.engine.expert_member import FORM_TIMEOUT_S
+from nobiru.engine.expert_worker import FORM_TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ def test_experts_move_while_texts_are_written(moe_model: Path, expected: list[li
             await until(lambda: steps.num_rebalances > 0)
             assert await texts_of(client, PROMPTS) == expected
             placement = client.status()["placement"]
-            assert placement["version"] > 0
+            assert placement["version"] > 1  # that of the first epoch
             assert placement["bytes_moved"] == steps.num_bytes_moved > 0
             assert max(steps.balances[-5:]) > min(steps.balances[:5])
             os.kill(pids(client)[1], signal.SIGKILL)

@@ -39,16 +39,18 @@ def balance_of(placement: Placement, num_redundant: int = 0) -> ExpertBalance:
         eplb_step_interval=16,
     )
     balance = ExpertBalance(config, Observer())
-    for position in range(placement.num_ranks):
+    members = [f"r{position}" for position in range(placement.num_ranks)]
+    for position, rank_id in enumerate(members):
         slots = placement.slots[:, position]
         inventory = Inventory(
             num_experts=placement.num_experts,
             expert_bytes=1,
-            shape=(slots.shape[0], slots.shape[1]),
+            stored_expert_bytes=1,
+            shape=(slots.shape[0], 1, slots.shape[1]),
             slots=slots.astype("<i4").tobytes(),
         )
-        balance.rank_loaded(position, inventory)
-    balance.epoch_begins()
+        balance.rank_holds(rank_id, inventory)
+    balance.commit(balance.plan(members), members)
     return balance
 
 

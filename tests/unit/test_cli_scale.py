@@ -404,6 +404,18 @@ def test_status_of_a_server_without_experts(scripted: Scripted, capsys: pytest.C
     assert cells(lines[4]) == ["[red]r0", "4711", "localhost", "serving", "17"]
 
 
+def test_status_of_ranks_with_several_workers(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (
+        {**rank, "worker_pids": pids} for rank, pids in zip(STATUS["ranks"], ([4711, 4712], []), strict=True)
+    )
+    scripted.script = {("GET", "/elastic/status"): [(200, {"epoch": 1, "ranks": [first, second]})]}
+    assert run("status", "--url", scripted.url) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert cells(lines[2]) == ["rank", "pid", "worker pids", "node", "state", "outstanding tokens"]
+    assert cells(lines[4]) == ["r0", "4711", "4712", "localhost", "serving", "17"]
+    assert cells(lines[5])[:3] == ["r1", "-", "-"]
+
+
 def test_status_as_json(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     scripted.script = {("GET", "/elastic/status"): [(200, STATUS)]}
     assert run("status", "--json", "--url", scripted.url) == 0
