@@ -10,8 +10,10 @@ which every other one is armed too. With everybody parked the attempt is committ
 members begin the new epoch, and those that are not in it end. Until then everything can be undone, and the present
 epoch has not noticed.
 
-A member that dies ends its epoch. What was being prepared is undone, and the survivors prepare an epoch of their own;
-they are not stepping any more, so they count as parked. If nobody survives, the group is launched anew.
+A member that dies ends its epoch. What was being prepared is undone, and the survivors prepare an epoch of their own.
+They leave the old one before they prepare, so they count as parked. If nobody survives, the group is launched anew.
+
+Every wait has a timer. Who keeps the others from stepping without dying is removed in the end (`Suspicion`).
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nobiru.elastic.suspicion import Suspicion
+
 Phase = Literal["planning", "preparing", "draining", "committing", "settling", "done", "rolled_back", "failed"]
 Origin = Literal["user", "autoscaler", "heal", "failure", "start"]
-# Those that somebody chose a size with, and those that can be undone.
+# Those that somebody chose a size with, and those that can be undone; the others have no epoch to go back to.
 CHOSEN: tuple[Origin, ...] = ("user", "autoscaler")
 PLANNED: tuple[Origin, ...] = (*CHOSEN, "heal")
 ENDED: tuple[Phase, ...] = ("done", "rolled_back", "failed")
 BEFORE_COMMIT: tuple[Phase, ...] = ("planning", "preparing", "draining", "committing")
 
-# A death is noticed within milliseconds of the failed collectives it causes, so a new attempt waits for the news.
-REFORM_S = 0.5
 PREPARE_TIMEOUT_S = 120.0
 PARK_TIMEOUT_S = 30.0
+APPLY_TIMEOUT_S = 60.0
+CALM_S = 60.0  # an epoch that steps for so long clears everybody of suspicion
 
 
 # ---- actions ---------------------------------------------------------------------------------------------------------
@@ -46,11 +50,16 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """To each of `members`, in their order: build the groups of an attempt at `epoch`, fill slots."""
+    """To each of `members`, in their order: build the groups of an attempt at `epoch`, fill slots.
+
+    With `leave` the epoch before is over: whoever is still in it leaves it first, so that nobody is in one of its steps
+    when all are prepared.
+    """
 
     attempt: int
     epoch: int
     members: tuple[str, ...]
+    leave: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,11 @@ Action = Launch | Prepare | Arm | Begin | Forget | Abandon | Drain | Undrain | S
 
 @dataclass(slots=True, kw_only=True)
 class Operation:
-    """One change of membership. `newcomers` are its own ranks, `leaving` those that go with its commit."""
+    """One change of membership. `newcomers` are its own ranks, `leaving` those that go with its commit.
+
+    It ends `done`, or `rolled_back` if it was a planned one and the epoch before goes on, or that of its survivors. A
+    start or a failure has nothing to go back to: it ends `failed` when it is given up, or another has to take over.
+    """
 
     number: int
     origin: Origin
@@ -162,8 +175,9 @@ class Membership:
     """Every method enters an event and gives what is to be done about it.
 
     `lives` says whether the members of `epoch` step together; if not, the next attempt is on its way. `loaded` are the
-    ranks whose model is loaded. `operations` is the history, newest last. An epoch has `min_size` members at least.
-    `num_places` is how many ranks there is room for, as far as is known (None: for any number).
+    ranks whose model is loaded. `latest` is the newest operation, which may have ended. `desired_size` is that of the
+    last committed change of a size that somebody chose. An epoch has `min_size` members at least. `num_places` is how
+    many ranks there is room for, as far as is known (None: for any number).
     """
 
     desired_size: int
@@ -174,22 +188,24 @@ class Membership:
     lives: bool = False
     loaded: set[str] = field(default_factory=set)
     launching: set[str] = field(default_factory=set)
-    operations: list[Operation] = field(default_factory=list)
+    latest: Operation | None = None
     attempt: _Attempt | None = None
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    num_operations: int = 0
     num_attempts: int = 0
     num_ranks: int = 0
 
     @property
     def operation(self) -> Operation | None:
         """The one that is running."""
-        last = self.operations[-1] if self.operations else None
-        return None if last is None or last.has_ended else last
+        return None if self.latest is None or self.latest.has_ended else self.latest
 
     # ---- what users and the controller ask -------------------------------------------------------------------------
 
     def start(self) -> list[Action]:
         """Launch the first ranks."""
-        return self._open(Operation(number=len(self.operations), origin="start", size=self.desired_size))
+        operation = Operation(number=self.num_operations, origin="start", size=self.desired_size)
+        return [*self._open(operation), *self._prepare_if_loaded()]
 
     def request(
         self,
@@ -210,17 +226,15 @@ class Membership:
             raise ValueError(f"cannot change to {size} members without {', '.join(remove)}")
         stay = [rank for rank in self.members if rank not in remove]
         leaving = (*remove, *stay[size:])
-        if origin in CHOSEN:
-            self.desired_size = size
         operation = Operation(
-            number=len(self.operations),
+            number=self.num_operations,
             origin=origin,
             size=size,
             leaving=leaving,
             drain_timeout_s=drain_timeout_s,
             drain_may_replay=drain_may_replay,
         )
-        return self._open(operation)
+        return [*self._open(operation), *self._prepare_if_loaded()]
 
     def cancel(self, error: str | None = None) -> list[Action]:
         """Undo the running operation, if it is a planned one that is not committed yet; else nothing."""
@@ -228,6 +242,11 @@ class Membership:
         if operation is None or operation.origin not in PLANNED or operation.phase not in BEFORE_COMMIT:
             return []
         return self._roll_back(operation, error)
+
+    def give_up(self, error: str) -> None:
+        """No epoch can be brought up: the operation that was to do it has failed, and nothing follows."""
+        if (operation := self.operation) is not None:
+            operation.phase, operation.error = "failed", error
 
     # ---- what ranks do ---------------------------------------------------------------------------------------------
 
@@ -238,12 +257,18 @@ class Membership:
         self.loaded.add(rank_id)
         return self._prepare_if_loaded()
 
-    def rank_prepared(self, rank_id: str, attempt: int, error: str | None = None) -> list[Action]:
+    def rank_prepared(
+        self, rank_id: str, attempt: int, error: str | None = None, *, missed_others: bool = False
+    ) -> list[Action]:
+        """It has prepared, or could not: by a fault of its own, or because others did not come to form a group."""
         current = self.attempt
         if current is None or current.number != attempt or current.is_committed or rank_id not in current.members:
             return []
         if error is not None:
-            return self._attempt_failed(f"{rank_id} could not prepare: {error}")
+            others = [rank for rank in current.members if rank != rank_id and rank not in current.prepared]
+            return self._attempt_failed(
+                f"{rank_id} could not prepare: {error}", others if missed_others else (rank_id,)
+            )
         current.prepared.add(rank_id)
         if len(current.prepared) < len(current.members):
             return []
@@ -278,23 +303,19 @@ class Membership:
         if current is None or current.number != attempt or not current.is_committed or operation is None:
             return []
         current.applied.add(rank_id)
-        if not set(self.members) <= current.applied:
-            return []
-        self.attempt = None
-        operation.phase = "done"
-        return []
+        return self._settle(operation) if set(self.members) <= current.applied else []
 
     def rank_suspended(self, rank_id: str, epoch: int) -> list[Action]:
         """A collective failed there. Without a death, the same members form anew a little later."""
-        if not self.lives or epoch != self.epoch or rank_id not in self.members:
+        if epoch != self.epoch or rank_id not in self.members:
             return []
-        return self._epoch_broke("a step failed")
+        self.suspicion.has_left(rank_id)
+        return self._epoch_broke("exchanges failed") if self.lives else []
 
     def rank_lost(self, rank_id: str, cause: str | None = None) -> list[Action]:
         """A rank died, or was declared dead; `cause` is for people."""
         known = rank_id in self.loaded or rank_id in self.launching
-        self.loaded.discard(rank_id)
-        self.launching.discard(rank_id)
+        self._drop([rank_id])
         operation = self.operation
         if not known:
             return []
@@ -304,36 +325,42 @@ class Membership:
         if operation is None or rank_id not in operation.newcomers:
             return []
         operation.newcomers.remove(rank_id)
-        if operation.origin in ("start", "failure"):
-            forget: list[Action] = []
-            if self.attempt is not None:
-                others = tuple(each for each in self.attempt.members if each != rank_id)
-                forget, self.attempt = [Forget(self.attempt.number, others)], None
-            if operation.origin == "failure":
-                operation.size = min(operation.size, max(len(self.members), self._size_with_room()))
-            return [*forget, *self._launch_missing(operation), *self._prepare_if_loaded()]
-        return self._roll_back(operation, f"the new rank {rank_id} died{f': {cause}' if cause else ''}")
+        if operation.origin in PLANNED:
+            return self._roll_back(operation, f"the new rank {rank_id} died{f': {cause}' if cause else ''}")
+        if operation.origin == "failure":
+            operation.size = min(operation.size, max(len(self.members), self._size_with_room()))
+        return [*self._forget_attempt(), *self._launch_missing(operation), *self._prepare_if_loaded()]
 
     def timer(self, name: str, number: int) -> list[Action]:
         operation, current = self.operation, self.attempt
-        if name == "reform" and operation is not None and operation.number == number and self.attempt is None:
-            return self._prepare_if_loaded()
-        if name == "drain" and operation is not None and operation.number == number and operation.phase == "draining":
-            if operation.drain_may_replay:
-                return self.drained()
-            return self._roll_back(operation, "the ranks did not finish their requests in time")
-        if name in ("prepare", "park") and current is not None and current.number == number:
-            is_late = not current.is_committed and (name == "park" or not current.is_armed)
-            if is_late and not (operation is not None and operation.phase == "draining"):
-                return self._attempt_failed(f"the ranks did not all {name} in time")
+        match name:
+            case "reform" if operation is not None and operation.number == number and current is None:
+                return self._remove_suspects(operation) or self._prepare_if_loaded()
+            case "drain" if operation is not None and operation.number == number and operation.phase == "draining":
+                if operation.drain_may_replay:
+                    return self.drained()
+                return self._roll_back(operation, "the ranks did not finish their requests in time")
+            case "prepare" if current is not None and current.number == number:
+                missing = [rank for rank in current.members if rank not in current.prepared]
+                return self._attempt_failed("the ranks did not all prepare in time", missing) if missing else []
+            case "park" if current is not None and current.number == number and not current.is_committed:
+                return self._attempt_failed("the ranks did not all park in time", ())
+            case "apply" if current is not None and current.number == number:
+                assert operation is not None
+                if current.applied:  # its first gather took all members, so the others' answers are what got lost
+                    return self._settle(operation)
+                return self._epoch_broke("the ranks did not begin their epoch in time")
+            case "calm" if number == self.epoch and self.lives:
+                self.suspicion.is_calm()
         return []
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _open(self, operation: Operation) -> list[Action]:
-        self.operations.append(operation)
+        self.latest = operation
+        self.num_operations += 1
         operation.phase = "preparing"
-        return [*self._launch_missing(operation), *self._prepare_if_loaded()]
+        return self._launch_missing(operation)
 
     def _launch_missing(self, operation: Operation) -> list[Action]:
         stay = [rank for rank in self.members if rank not in operation.leaving]
@@ -354,7 +381,7 @@ class Membership:
         self.num_attempts += 1
         self.attempt = _Attempt(number=self.num_attempts, members=(*stay, *operation.newcomers))
         return [
-            Prepare(self.num_attempts, self.epoch + 1, self.attempt.members),
+            Prepare(self.num_attempts, self.epoch + 1, self.attempt.members, leave=not self.lives),
             SetTimer("prepare", self.num_attempts, PREPARE_TIMEOUT_S),
         ]
 
@@ -369,72 +396,105 @@ class Membership:
         gone = [rank for rank in self.members if rank not in attempt.members]
         self.epoch += 1
         self.members, self.lives = attempt.members, True
-        self.loaded -= set(gone)
-        begin = Begin(attempt.number, self.epoch, self.members)
-        return [begin, *(Stop(rank_id) for rank_id in gone)]
+        self.suspicion.epoch_begins()
+        self._drop(gone)
+        if operation.origin in CHOSEN:
+            self.desired_size = operation.size
+        return [
+            Begin(attempt.number, self.epoch, self.members),
+            *(Stop(rank_id) for rank_id in gone),
+            SetTimer("apply", attempt.number, APPLY_TIMEOUT_S),
+            SetTimer("calm", self.epoch, CALM_S),
+        ]
 
-    def _attempt_failed(self, error: str) -> list[Action]:
+    def _settle(self, operation: Operation) -> list[Action]:
+        self.attempt = None
+        operation.phase = "done"
+        return []
+
+    def _attempt_failed(self, error: str, suspects: Sequence[str]) -> list[Action]:
         """Nobody has died, but the attempt does not come to an end."""
-        operation, attempt = self.operation, self.attempt
-        assert operation is not None and attempt is not None
+        operation = self.operation
+        assert operation is not None
         if operation.origin in PLANNED:
             return self._roll_back(operation, error)
-        self.attempt = None
-        return [Forget(attempt.number, attempt.members), SetTimer("reform", operation.number, REFORM_S)]
+        self.suspicion.could_not_prepare(suspects)
+        return [*self._forget_attempt(), SetTimer("reform", operation.number, self.suspicion.next_wait_s())]
+
+    def _forget_attempt(self) -> list[Action]:
+        """What was being prepared is not going to be committed."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is None or attempt.is_committed:
+            return []
+        concerned = dict.fromkeys((*self.members, *attempt.members))
+        return [Forget(attempt.number, tuple(rank for rank in concerned if rank in self.loaded))]
 
     def _roll_back(self, operation: Operation, error: str | None) -> list[Action]:
-        """Before the commit: newcomers go, everybody else forgets; the present epoch goes on."""
+        """Before the commit: newcomers go, everybody else forgets; the present epoch goes on, if it lives."""
         operation.phase, operation.error = "rolled_back", error
-        actions: list[Action] = []
-        if self.attempt is not None:
-            actions.append(Forget(self.attempt.number, self.members))
-            self.attempt = None
+        stopped = self._stop_all(operation.newcomers)
+        actions = self._forget_attempt()
         if operation.drain_timeout_s is not None and operation.leaving:
             actions.append(Undrain(tuple(rank for rank in operation.leaving if rank in self.members)))
-        actions += self._stop_all(operation.newcomers)
-        if operation.origin in CHOSEN:
-            self.desired_size = max(1, len(self.members))
-        return actions
+        return [*actions, *stopped]
 
     def _stop_all(self, rank_ids: Sequence[str]) -> list[Action]:
         stopped = [rank for rank in rank_ids if rank in self.loaded or rank in self.launching]
-        self.loaded -= set(stopped)
-        self.launching -= set(stopped)
+        self._drop(stopped)
         return [Stop(rank) for rank in stopped]
 
+    def _drop(self, rank_ids: Sequence[str]) -> None:
+        self.loaded -= set(rank_ids)
+        self.launching -= set(rank_ids)
+        self.suspicion.drop(rank_ids)
+
     def _epoch_broke(self, error: str | None = None) -> list[Action]:
-        """Its members cannot step together any more: whatever runs is undone, and the survivors form the next epoch."""
+        """Its members cannot step together any more: the survivors form the next epoch. Without an `error` one died.
+
+        Whatever is being prepared is undone. A failure that is being dealt with goes on, with those who are left.
+        """
         operation = self.operation
         actions: list[Action] = []
         if self.lives:
             actions.append(Abandon(self.epoch, self.members))
         self.lives = False
-        if operation is not None and operation.origin in (*PLANNED, "start") and operation.phase != "settling":
-            if operation.origin == "start":
-                return actions  # its newcomers are members only once it is committed
-            actions += self._undo(operation, error or "a member died")
-        elif operation is not None and operation.phase == "settling":
-            operation.phase = "done"  # it was committed; what comes now is a failure of the new epoch
-        elif operation is not None:  # a failure while another is being dealt with
-            operation.phase, operation.error = "done", "another member died"
-            actions += self._stop_all([rank for rank in operation.newcomers if rank not in self.members])
-        if self.attempt is not None:
-            if not self.attempt.is_committed:
-                actions.append(Forget(self.attempt.number, self.members))
-            self.attempt = None
-        size = max(len(self.members), self.min_size) if self.members else self._size_with_room()
-        failure = Operation(number=len(self.operations), origin="failure", size=size, phase="preparing")
-        self.operations.append(failure)
-        actions += self._launch_missing(failure)
+        self.suspicion.epoch_broke(by_death=error is None)
+        if operation is not None and operation.phase == "settling":
+            self.attempt = None  # it was committed; what comes now is a failure of the new epoch
+            operation.phase = "done"
+        elif operation is not None and operation.origin in PLANNED:
+            actions += self._roll_back(operation, error or "a member died")
+        actions += self._forget_attempt()
+        failure = self.operation
+        if failure is None:
+            failure = Operation(number=self.num_operations, origin="failure", size=self._least_size)
+            actions += self._open(failure)
+        else:
+            failure.size = self._least_size
+            actions += self._launch_missing(failure)
         # Give news of more deaths the time to arrive: an attempt with a dead member would only cost its time limit.
-        actions.append(SetTimer("reform", failure.number, REFORM_S if error else 0.0))
-        return actions
+        wait_s = self.suspicion.next_wait_s() if error else 0.0
+        return [*actions, SetTimer("reform", failure.number, wait_s)]
+
+    @property
+    def _least_size(self) -> int:
+        """Of the epoch that follows a failure."""
+        return max(len(self.members), self.min_size) if self.members else self._size_with_room()
+
+    def _remove_suspects(self, operation: Operation) -> list[Action]:
+        """Before another try: if somebody has kept the others from stepping too often, go on without it."""
+        suspects = self.suspicion.who_has_to_go(self.members)
+        if not suspects:
+            return []
+        operation.phase = "failed"
+        operation.error = f"{', '.join(suspects)} kept failing without dying, and had to go"
+        self.members = tuple(rank for rank in self.members if rank not in suspects)
+        stopped = self._stop_all(suspects)
+        successor = Operation(number=self.num_operations, origin="failure", size=self._least_size)
+        successor.newcomers = [rank for rank in operation.newcomers if rank not in suspects]
+        return [*stopped, *self._open(successor), *self._prepare_if_loaded()]
 
     def _size_with_room(self) -> int:
         """Of a group that is launched anew: as desired, or what there is room for."""
         room = self.desired_size if self.num_places is None else self.num_places
         return max(self.min_size, min(self.desired_size, room))
-
-    def _undo(self, operation: Operation, error: str) -> list[Action]:
-        operation.phase, operation.error = "rolled_back", error
-        return self._stop_all(operation.newcomers)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nobiru.elastic.membership import Operation
+from nobiru.elastic.membership import ENDED, Operation
 
 
 @dataclass(slots=True, kw_only=True)
 class OperationRecord:
-    """One operation from the outside; `plan` is that of a planned one. Times are seconds since the epoch of Unix;
-    `pause_s` is the longest that a rank stood still for the commit."""
+    """One operation from the outside; `plan` is that of a planned one. Times are seconds since the epoch of Unix, but
+    for `stopped_s`: on the monotonic clock, when the first rank stood still for it. `pause_s` is from then to the last
+    one's first step afterwards."""
 
     operation: Operation
     operation_id: str
@@ -22,10 +23,9 @@ class OperationRecord:
     target: dict[str, Any]
     plan: dict[str, Any] | None = None
     idempotency_key: str | None = None
-    is_counted: bool = False  # among the tries to heal that failed
     to_epoch: int | None = None
     bytes_moved: int = 0
-    first_parked_s: float | None = None
+    stopped_s: float | None = None
     pause_s: float | None = None
     ranks: dict[str, str] = field(default_factory=dict)
     began: list[tuple[str, float]] = field(default_factory=list)
@@ -34,6 +34,11 @@ class OperationRecord:
         """Remember when the present phase began, if it is new."""
         if not self.began or self.began[-1][0] != self.operation.phase:
             self.began.append((self.operation.phase, now_s))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its end has been noted."""
+        return bool(self.began) and self.began[-1][0] in ENDED
 
     def document(self, now_s: float) -> dict[str, Any]:
         """As the API shows it."""

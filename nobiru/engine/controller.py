@@ -162,7 +162,7 @@ class Controller:
     def start(self) -> None:
         self.failed = asyncio.get_running_loop().create_future()
         self._has_started = True
-        if not self.machine.operations:
+        if self.machine.latest is None:
             self.launch_now()
         self.ranks.start()
         if self._store is not None:
@@ -233,11 +233,12 @@ class Controller:
             case Formed():
                 if message.error is not None:
                     logger.warning("rank %s could not prepare: %s", rank_id, message.error)
-                self._report("prepare", partial(machine.rank_prepared, rank_id, message.attempt, message.error))
+                prepared = partial(machine.rank_prepared, rank_id, message.attempt, message.error)
+                self._report("prepare", partial(prepared, missed_others=message.missed_others))
             case Parked():
                 running = self.operations.running
-                if running is not None and running.first_parked_s is None:
-                    running.first_parked_s = time.monotonic()
+                if running is not None and running.stopped_s is None:
+                    running.stopped_s = time.monotonic()
                 self._report("park", partial(machine.rank_parked, rank_id, message.attempt))
             case Applied():
                 self._report("apply", partial(machine.rank_applied, rank_id, message.attempt))
@@ -271,7 +272,6 @@ class Controller:
         self._num_start_failures = 0 if had_loaded else self._num_start_failures + 1
         if self.balance is not None:
             self.balance.rank_is_gone(rank.rank_id)
-            self.balance.epoch_ends()
         self.machine.num_places = self._backend.num_places
         actions = self.machine.rank_lost(rank.rank_id, rank.cause)
         self._client.rank_lost(rank, executing)
@@ -313,6 +313,7 @@ class Controller:
                     self.balance.thaw()
             case membership.Abandon():
                 if self.balance is not None:
+                    self.balance.epoch_ends()  # a move of experts in progress is over, too
                     for rank_id in action.ranks:
                         self._client.send_to(control_identity(rank_id), Abandon(attempt=self._epoch_attempt))
             case membership.Drain():
@@ -401,6 +402,7 @@ class Controller:
                 shape=(slots.shape[0], slots.shape[1], slots.shape[2]),
                 slots=slots.astype("<i4").tobytes(),
                 fills=self.balance.fills_of(plan, rank_id),
+                leave=action.leave,
                 max_read_bytes_per_s=self._config.max_transfer_bytes_per_s if self.machine.lives else None,
             )
             self._client.send_to(rank_id, form)
@@ -478,5 +480,7 @@ class Controller:
         self.holds.pass_on(point, lambda: self._perform(event()))
 
     def _give_up(self, cause: str) -> None:
+        self.machine.give_up(cause)
+        self.operations.note_phases()
         if self.failed is not None and not self.failed.done():
             self.failed.set_result(cause)

@@ -75,6 +75,8 @@ class ExpertMember:
     def prepare(self, form: Form) -> None:
         """Fill slots and build the groups of an attempt, with all its members at once."""
         self._disarm(form.attempt - 1)
+        if form.leave:
+            self.leave()
         self._preparing, self._formed = form.attempt, []
         self._tell(form)
         self._own.prepare(form)

@@ -24,7 +24,7 @@ from nobiru.models.moe import MoeParts
 from nobiru.models.pace import Pace
 from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.parallel.dispatch import AllToAllDispatcher, ExpertTables
-from nobiru.parallel.groups import Group, connect_store, form_group
+from nobiru.parallel.groups import Group, break_connections_to, connect_store, form_group
 from nobiru.parallel.placement import Placement
 from nobiru.parallel.tensor import WorkerGroup
 
@@ -71,6 +71,7 @@ class ExpertWorker:
         self._host = host  # the address at which other members reach this one
         self._standby: Epoch | None = None
         self._preparing = 0  # the attempt, until its outcome is taken or it is forgotten
+        self._store_port = 0
         self._num_untaken = 0  # threads whose outcome was not taken
         self._filling = threading.Lock()
         self._prepared: queue.SimpleQueue[tuple[Formed, Epoch | None]] = queue.SimpleQueue()
@@ -107,8 +108,9 @@ class ExpertWorker:
         if self._standby is not None and self._standby.attempt <= attempt:
             self._standby.destroy()
             self._standby = None
-        if self._preparing <= attempt:
+        if 0 < self._preparing <= attempt:
             self._preparing = 0
+            break_connections_to(self._store_port)  # its thread may wait there for members that do not come
 
     def is_prepared(self, attempt: int) -> bool:
         return self._standby is not None and self._standby.attempt == attempt
@@ -180,7 +182,8 @@ class ExpertWorker:
                         self._moe.read_expert(layer, expert, slot, pace=pace)
             standby = self._form(form)
         except (NobiruError, OSError) as error:
-            self._prepared.put((Formed(attempt=form.attempt, error=str(error)), None))
+            missed_others = isinstance(error, GroupError)
+            self._prepared.put((Formed(attempt=form.attempt, error=str(error), missed_others=missed_others), None))
         else:
             self._prepared.put((Formed(attempt=form.attempt), standby))
 
@@ -188,6 +191,7 @@ class ExpertWorker:
         placement = Placement(
             slots=np.frombuffer(form.slots, dtype="<i4").reshape(form.shape), num_experts=self._moe.num_experts
         )
+        self._store_port = form.store_port
         store = connect_store(form.store_host, form.store_port, timeout_s=FORM_TIMEOUT_S)
         groups: dict[str, Group] = {}
         try:

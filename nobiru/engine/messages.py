@@ -66,6 +66,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True, tag="form", kw_only=Tru
     shape: tuple[int, int, int]
     slots: bytes
     fills: list[list[tuple[int, int, int]]] = []
+    leave: bool = False  # the epoch before is over: out of it first
     max_read_bytes_per_s: int | None = None
 
 
@@ -192,10 +193,14 @@ class StoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="store_faile
 
 
 class Formed(msgspec.Struct, frozen=True, array_like=True, tag="formed", kw_only=True):
-    """The groups of the attempt stand, and no step of an earlier epoch is running; or `error` says why they do not."""
+    """The groups of the attempt stand, and no step of an earlier epoch is running; or `error` says why they do not.
+
+    With `missed_others` it is that others did not come, and no fault of this rank.
+    """
 
     attempt: int
     error: str | None = None
+    missed_others: bool = False
 
 
 class Suspended(msgspec.Struct, frozen=True, array_like=True, tag="suspended", kw_only=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 from nobiru.config import EngineConfig
 from nobiru.elastic import membership
-from nobiru.elastic.membership import Action, Membership, Origin
+from nobiru.elastic.membership import Action, Membership, Operation, Origin
 from nobiru.elastic.records import OperationRecord
 from nobiru.engine.planning import OperationPlan, Planning
 from nobiru.engine.supervisor import backoff_s
@@ -23,11 +23,13 @@ from nobiru.errors import ConflictError, InvalidRequestError, NotFoundError
 logger = logging.getLogger(__name__)
 
 MAX_HEAL_FAILURES = 5
+MAX_REMEMBERED = 1000
 ROOM_POLL_S = 2.0
 
 
 class Operations:
-    """`request` and `cancel` change the membership, `document` and `documents` tell of it.
+    """`request` and `cancel` change the membership, `document` and `documents` tell of it, and of the last
+    `MAX_REMEMBERED` changes before.
 
     `num_places()` is how many ranks there is room for, which may change.
     `note_phases` is to be called whenever the machine has been told something, `heal_if_due` when that is settled.
@@ -54,9 +56,9 @@ class Operations:
         self._later = later
         self._states = states
         self._on_done = on_done
+        self._records: dict[int, OperationRecord] = {}  # by number, newest last
         self._num_places = num_places
         self._will_heal = False
-        self._records: list[OperationRecord] = []
         self._num_heal_failures = 0
 
     @property
@@ -87,7 +89,7 @@ class Operations:
 
         A user's takes the place of the autoscaler's, if that is not committed yet.
         """
-        for record in self._records:
+        for record in self._records.values():
             if idempotency_key is not None and record.idempotency_key == idempotency_key:
                 return self._document(record)
         size = self._checked_size(size, remove, replace)
@@ -108,7 +110,7 @@ class Operations:
         actions = machine.request(
             size=size, remove=gone, origin=origin, drain_timeout_s=drain_timeout_s, drain_may_replay=drain_may_replay
         )
-        record = self._note_new(target, idempotency_key, plan)
+        record = self._note_new(machine.latest, target, idempotency_key, plan)
         self._later(deadline_s, lambda: self._on_deadline(record))
         self._perform(actions)
         return self._document(record)
@@ -146,7 +148,7 @@ class Operations:
 
     def documents(self) -> list[dict[str, Any]]:
         """All remembered operations, newest last."""
-        return [self._document(record) for record in self._records]
+        return [self._document(record) for record in self._records.values()]
 
     def _on_deadline(self, record: OperationRecord) -> None:
         if self._machine.operation is record.operation:
@@ -154,25 +156,17 @@ class Operations:
 
     def heal_if_due(self) -> None:
         """Grow back towards the size that was asked for, some time after a failure."""
-        machine = self._machine
-        if self._will_heal or not self._config.self_heal or not self._is_short:
-            return
-        if self._num_heal_failures >= MAX_HEAL_FAILURES:
-            return
-        last = machine.operations[-1]
-        if last.origin == "heal" and last.phase == "rolled_back" and not self._records[last.number].is_counted:
-            self._records[last.number].is_counted = True
-            self._note_heal_failure(last.error or "undone")
-            if self._num_heal_failures >= MAX_HEAL_FAILURES:
-                return
-        self._will_heal = True
-        has_room = self._healing_size > len(machine.members)
-        self._later(backoff_s(self._num_heal_failures + 1) if has_room else ROOM_POLL_S, self._heal)
+        if self._is_heal_due and not self._will_heal:
+            self._will_heal = True
+            has_room = self._healing_size > len(self._machine.members)
+            self._later(backoff_s(self._num_heal_failures + 1) if has_room else ROOM_POLL_S, self._heal)
 
     @property
-    def _is_short(self) -> bool:
+    def _is_heal_due(self) -> bool:
         """Whether ranks are missing, and nobody is doing anything about it."""
-        return not self.is_busy and len(self._machine.members) < self._machine.desired_size
+        if not self._config.self_heal or self.is_busy or self._num_heal_failures >= MAX_HEAL_FAILURES:
+            return False
+        return len(self._machine.members) < self._machine.desired_size
 
     @property
     def _healing_size(self) -> int:
@@ -182,7 +176,7 @@ class Operations:
     def _heal(self) -> None:
         self._will_heal = False
         machine, size = self._machine, self._healing_size
-        if not self._is_short:
+        if not self._is_heal_due:  # whatever makes it due again asks again
             return
         if size <= len(machine.members):
             self.heal_if_due()
@@ -193,7 +187,7 @@ class Operations:
             self.heal_if_due()
             return
         actions = machine.request(size=size, origin="heal")
-        self._note_new({"data_parallel_size": size}, None, plan)
+        self._note_new(machine.latest, {"data_parallel_size": size}, None, plan)
         self._perform(actions)
 
     def _note_heal_failure(self, cause: str) -> None:
@@ -206,9 +200,13 @@ class Operations:
     # ---- records -----------------------------------------------------------------------------------------------------
 
     def _note_new(
-        self, target: dict[str, Any], idempotency_key: str | None, plan: OperationPlan | None = None
+        self,
+        operation: Operation | None,
+        target: dict[str, Any],
+        idempotency_key: str | None,
+        plan: OperationPlan | None = None,
     ) -> OperationRecord:
-        operation = self._machine.operations[len(self._records)]
+        assert operation is not None
         record = OperationRecord(
             operation=operation,
             operation_id=f"op-{operation.number}-{uuid.uuid4().hex[:8]}",
@@ -217,29 +215,42 @@ class Operations:
             plan=None if plan is None else plan.document,
             idempotency_key=idempotency_key,
         )
-        self._records.append(record)
+        if operation.origin == "failure":
+            record.stopped_s = self._stopped_s()
+        self._records[operation.number] = record
+        for number in list(self._records)[: -MAX_REMEMBERED - 1]:
+            del self._records[number]
         return record
+
+    def _stopped_s(self) -> float:
+        """Since when the group stands still that a failure has stopped: it may have been parked already."""
+        before = next(reversed(self._records.values()), None)
+        has_just_ended = before is not None and before.operation.has_ended and not before.is_ended
+        return before.stopped_s if before is not None and has_just_ended and before.stopped_s else time.monotonic()
 
     def note_phases(self) -> None:
         now_s = time.time()
-        while len(self._records) < len(self._machine.operations):
-            operation = self._machine.operations[len(self._records)]
-            self._note_new({"data_parallel_size": operation.size}, None)
-        for record in self._records[-4:]:
-            was_ended = record.began and record.began[-1][0] in membership.ENDED
+        latest = self._machine.latest
+        if latest is not None and latest.number not in self._records:
+            self._note_new(latest, {"data_parallel_size": latest.size}, None)
+        for number in list(self._records)[-2:]:  # an event ends one at most, and begins one
+            record = self._records[number]
+            was_ended = record.is_ended
             record.note_phase(now_s)
-            if record.operation.has_ended and not was_ended:
+            if record.is_ended and not was_ended:
                 self._note_end(record)
 
     def _note_end(self, record: OperationRecord) -> None:
         operation = record.operation
         if operation.phase == "done":
             record.to_epoch = self._machine.epoch
-            waited_s = 0.0 if record.first_parked_s is None else time.monotonic() - record.first_parked_s
-            record.pause_s = round(waited_s, 6)
+            if record.stopped_s is not None:
+                record.pause_s = round(time.monotonic() - record.stopped_s, 6)
             if operation.origin in membership.PLANNED:
                 self._num_heal_failures = 0
             self._on_done()
+        elif operation.origin == "heal":
+            self._note_heal_failure(operation.error or "undone")
         logger.info(
             "operation %s (%s): %s %s", record.operation_id, operation.origin, operation.phase, operation.error or ""
         )
@@ -249,7 +260,7 @@ class Operations:
         return record.document(time.time())
 
     def _find(self, operation_id: str) -> OperationRecord:
-        for record in self._records:
+        for record in self._records.values():
             if record.operation_id == operation_id:
                 return record
         raise NotFoundError(f"there is no operation {operation_id[:100]!r}", code="operation_not_found")
@@ -287,7 +298,7 @@ class Operations:
     @property
     def _pauses_s(self) -> list[float]:
         """Of planned changes, oldest first."""
-        planned = [record for record in self._records if record.operation.origin in membership.PLANNED]
+        planned = [record for record in self._records.values() if record.operation.origin in membership.PLANNED]
         return [record.pause_s for record in planned if record.pause_s is not None]
 
 

@@ -203,6 +203,15 @@ def form_group(
     return Group(backend, connections, name=f"{attempt_id}/{name}", timeout_s=timeout_s)
 
 
+def break_connections_to(port: int) -> None:
+    """End all calls of store clients in this process that wait for the store at this port, with an error there."""
+    for found in _sockets():
+        if found.peer is not None and found.peer[1] == port and (connection := _copy(found.descriptor)) is not None:
+            with connection:
+                if os.fstat(connection.fileno()).st_ino == found.inode:
+                    _shut_down(connection)
+
+
 def _gloo(store: Store, device: ProcessGroupGloo.Device, *, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()

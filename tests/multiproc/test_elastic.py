@@ -82,7 +82,7 @@ def test_a_death_during_growth_costs_no_token(moe_model: Path, expected: list[li
         place = 1 if victim == "member" else 2
         os.kill(client.status()["ranks"][place]["pid"], signal.SIGKILL)
         assert (await ended(client, document["operation_id"]))["phase"] == "rolled_back"
-        await whole(client, 3 if victim == "member" else 2)
+        await whole(client, 2)
 
     play(moe_model, expected, scene)
 

@@ -12,7 +12,7 @@ import torch
 from rank_processes import Member, ranks, run_ranks
 
 from nobiru.errors import GroupError
-from nobiru.parallel.groups import Group, connect_store, form_group
+from nobiru.parallel.groups import Group, break_connections_to, connect_store, form_group
 
 
 def gather(member: Member) -> list[list[int]]:
@@ -219,3 +219,18 @@ def open_and_close(member: Member) -> tuple[int, int]:
 def test_nothing_is_left_of_destroyed_groups() -> None:
     for first, last in run_ranks(open_and_close, 2):
         assert last <= first
+
+
+def wait_for_nobody(member: Member) -> float:
+    """The other member of the group never comes, and another thread knows that."""
+    store = connect_store("127.0.0.1", member.port, timeout_s=20.0)
+    threading.Timer(0.5, break_connections_to, [member.port]).start()
+    began_s = time.monotonic()
+    with pytest.raises(GroupError, match="did not form"):
+        form_group(store, attempt_id="a1", name="alone", rank=0, size=2, timeout_s=20.0)
+    return time.monotonic() - began_s
+
+
+def test_waiting_for_others_can_be_ended() -> None:
+    (waited_s,) = run_ranks(wait_for_nobody, 1)
+    assert 0.4 < waited_s < 5.0

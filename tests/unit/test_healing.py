@@ -113,7 +113,7 @@ def test_it_stops_after_failures_and_begins_anew_after_a_success() -> None:
     group.lose("r1")
     for _ in range(20):
         group.pass_time()
-    origins = [each.origin for each in group.machine.operations]
+    origins = [each["origin"] for each in group.operations.documents()]
     assert origins.count("heal") == MAX_HEAL_FAILURES
     assert not group.due
     group.can_start = True
