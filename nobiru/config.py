@@ -17,6 +17,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulingPolicy = Literal["priority", "fcfs"]
 DataParallelBackend = Literal["local", "ray"]
+Quantization = Literal["int8"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     The KV cache of causal models is `kv_cache_memory_bytes` large, or the share `kv_cache_memory_share` of the memory
     that is free once the weights are loaded, in blocks of `block_size` tokens. With `async_scheduling` a step is
     planned while the one before runs; None: on CUDA, where the device need not wait for it then.
+    `quantization` "int8" makes integers of the weights of an encoder, on a CPU.
 
     A server runs `data_parallel_size` ranks, each of `tensor_parallel_size` worker processes among which a decoder's
     heads, columns, vocabulary and experts are spread. With `enable_expert_parallel` the workers of all ranks spread the
@@ -57,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
     max_model_len: int | None = None
-    quantization: None = None
+    quantization: Quantization | None = None
     scheduling_policy: SchedulingPolicy = "priority"
     num_threads: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -84,6 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _choice("dtype", self.dtype, get_args(Dtype))
         _choice("device", self.device, get_args(Device))
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        if self.quantization is not None:
+            _choice("quantization", self.quantization, get_args(Quantization))
         _choice("data_parallel_backend", self.data_parallel_backend, get_args(DataParallelBackend))
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -101,11 +105,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if share is not None and not 0 < share <= 1:
             raise ConfigError(
                 f"kv_cache_memory_share is {share}; it must be above 0 and at most 1", param="kv_cache_memory_share"
-            )
-        if self.quantization is not None:
-            raise ConfigError(
-                f"quantization is {self.quantization!r}; this version serves unquantized weights only (None)",
-                param="quantization",
             )
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nobiru.config import Device, Dtype, EngineConfig, SchedulingPolicy
+from nobiru.config import Device, Dtype, EngineConfig, Quantization, SchedulingPolicy
 from nobiru.engine.build import build_engine
 from nobiru.engine.core import EngineCore
 from nobiru.engine.limits import OFFLINE_TOKEN_BUDGET
@@ -66,7 +66,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
-        quantization: None = None,
+        quantization: Quantization | None = None,
         scheduling_policy: SchedulingPolicy = "priority",
         num_threads: int | None = None,
         kv_cache_memory_bytes: int | None = None,

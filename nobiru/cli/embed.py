@@ -34,6 +34,7 @@ def embed(
     dtype: options.Dtype = None,
     device: options.Device = None,
     max_model_len: options.MaxModelLen = None,
+    quantization: options.Quantization = None,
     num_threads: options.NumThreads = None,
     prompt_name: options.PromptName = None,
     prompt: options.Prompt = None,

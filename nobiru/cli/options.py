@@ -59,6 +59,7 @@ ENGINE_OPTIONS = _same_name(
     "max_num_batched_tokens",
     "max_num_seqs",
     "max_model_len",
+    "quantization",
     "scheduling_policy",
     "num_threads",
     "kv_cache_memory_bytes",
@@ -163,6 +164,9 @@ Dtype = Annotated[
     ),
 ]
 Device = Annotated[str | None, _option(MODEL, "auto, cpu or cuda.", "auto")]
+Quantization = Annotated[
+    str | None, _option(MODEL, "int8: weights of an encoder in eight bits, made while loading. On a CPU.", "none")
+]
 MaxModelLen = Annotated[int | None, _option(MODEL, "Longest text in tokens.", "the model's limit")]
 NumThreads = Annotated[
     int | None, _option(MODEL, "Threads of the arithmetic on a CPU.", "one per core, within container limits")

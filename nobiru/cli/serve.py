@@ -25,6 +25,7 @@ def serve(
     dtype: options.Dtype = None,
     device: options.Device = None,
     max_model_len: options.MaxModelLen = None,
+    quantization: options.Quantization = None,
     num_threads: options.NumThreads = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_num_seqs: options.MaxNumSeqs = None,

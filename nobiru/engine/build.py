@@ -22,6 +22,7 @@ from nobiru.engine.messages import Inventory, MemoryUse
 from nobiru.engine.rank_spec import Place
 from nobiru.engine.shares import check_team, inventory, load_share, make_expert_worker
 from nobiru.engine.team import SILENCE_S, Team
+from nobiru.errors import ConfigError
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
 from nobiru.kv import cache
@@ -92,7 +93,18 @@ def _load(config: EngineConfig, folder: ModelFolder, place: Place, team: Team | 
     """The runner; the workers of `team` have loaded their shares too when it is there."""
     if not folder.is_causal:
         limit = folder.max_model_len
-        return PoolingRunner.load(folder, dtype=config.dtype, device=config.device, max_model_len=limit)
+        return PoolingRunner.load(
+            folder,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=limit,
+            quantization=config.quantization,
+        )
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, which is for encoders; {folder.name!r} is a causal model",
+            param="quantization",
+        )
     if team is None:
         return load_share(config, folder, place, None)
     team.start()

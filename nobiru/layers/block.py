@@ -31,6 +31,18 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockWeights:
+    """The tensors of one layer as a file has them, with query, key and value below each other."""
+
+    qkv: tuple[Tensor, Tensor]
+    attention_out: tuple[Tensor, Tensor]
+    attention_norm: Norm
+    up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+    output_norm: Norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PostNormBlock:
     """One layer. `qkv` is the fused projection C → 3 C, `up` includes the activation.
 

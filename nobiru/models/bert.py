@@ -11,7 +11,7 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, read_stack
-from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_block
+from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_layers
 from nobiru.models.weights import Precision
 
 _NAMES = LayerNames(
@@ -44,10 +44,10 @@ def _load(folder: ModelFolder, precision: Precision, device: torch.device, paddi
         "embeddings.token_type_embeddings.weight", fields.size("type_vocab_size", 2), config.hidden_size
     )
     embeddings.positions_PC.add_(types[0])  # every token of a single text has type 0
+    prefixes = [f"encoder.layer.{layer}." for layer in range(config.num_layers)]
     encoder = StackEncoder(
         replace(embeddings, first_position=0 if padding_id is None else padding_id + 1, padding_id=padding_id),
-        [read_block(weights, f"encoder.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)],
-        config,
+        read_layers(weights, prefixes, _NAMES, config, precision, device),
     )
     weights.finish()
     return encoder

@@ -6,7 +6,7 @@ import torch
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, StackConfig
-from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_block
+from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_layers
 from nobiru.models.weights import Precision
 
 _NAMES = LayerNames(
@@ -27,9 +27,10 @@ def load_distilbert(folder: ModelFolder, precision: Precision, device: torch.dev
     fields = ConfigFields(folder)
     config = _read_config(fields)
     weights, embeddings = open_stack(folder, fields, config, precision, device, layers="transformer")
-    blocks = [read_block(weights, f"transformer.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)]
+    prefixes = [f"transformer.layer.{layer}." for layer in range(config.num_layers)]
+    layers = read_layers(weights, prefixes, _NAMES, config, precision, device)
     weights.finish()
-    return StackEncoder(embeddings, blocks, config)
+    return StackEncoder(embeddings, layers)
 
 
 def _read_config(fields: ConfigFields) -> StackConfig:

@@ -59,6 +59,8 @@ class GroupedFallback:
     """
 
     is_reentrant = False
+    has_own_threads = False
+    arithmetic = "torch"
 
     def __init__(self, model: Any, *, padding_id: int, pads: bool, reason: str) -> None:
         self._model = model
@@ -89,6 +91,8 @@ class PackedFallback:
     """
 
     is_reentrant = False
+    has_own_threads = False
+    arithmetic = "torch"
 
     def __init__(self, model: Any, interface: AttentionInterface, *, first_position: int) -> None:
         self._model = model

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.models.config import ConfigFields, read_stack
-from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_block
+from nobiru.models.stack import LayerNames, StackEncoder, open_stack, read_layers
 from nobiru.models.weights import Precision
 
 _NAMES = LayerNames(
@@ -44,10 +44,11 @@ def load_mpnet(folder: ModelFolder, precision: Precision, device: torch.device) 
     weights, embeddings = open_stack(folder, fields, config, precision, device, layers="encoder")
     embeddings = replace(embeddings, first_position=_PADDING_ID + 1, padding_id=_PADDING_ID)
     biases_RH = weights.take("encoder.relative_attention_bias.weight", num_rows, config.num_heads)
-    blocks = [read_block(weights, f"encoder.layer.{layer}.", _NAMES, config) for layer in range(config.num_layers)]
+    prefixes = [f"encoder.layer.{layer}." for layer in range(config.num_layers)]
+    layers = read_layers(weights, prefixes, _NAMES, config, precision, device)
     weights.finish()
     buckets_MM = relative_buckets(folder.max_model_len).to(device)
-    return StackEncoder(embeddings, blocks, config, bias_HMM=biases_RH[buckets_MM].permute(2, 0, 1).contiguous())
+    return StackEncoder(embeddings, layers, bias_HMM=biases_RH[buckets_MM].permute(2, 0, 1).contiguous())
 
 
 def relative_buckets(length: int) -> Tensor:

@@ -81,6 +81,8 @@ class NomicMoeEncoder:
     """Maps a packed batch to hidden states."""
 
     is_reentrant = True
+    has_own_threads = False
+    arithmetic = "torch"
 
     def __init__(self, words_VC: Tensor, type_C: Tensor, norm: Norm, rotary: Rotary, blocks: list[RotaryBlock]) -> None:
         self._words_VC = words_VC

@@ -33,11 +33,14 @@ from nobiru.ops.scratch import Scratch
 
 
 class Encoder(Protocol):
-    """Maps a packed batch to hidden states. `attention` says in words how sequences are kept apart; several threads may
-    call `forward` at once if `is_reentrant`."""
+    """Maps a packed batch to hidden states. `attention` says in words how sequences are kept apart, `arithmetic` what
+    multiplies; several threads may call `forward` at once if `is_reentrant`, and with `has_own_threads` it spreads
+    itself over the cores."""
 
     attention: str
+    arithmetic: str
     is_reentrant: bool
+    has_own_threads: bool
 
     def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
         """Token ids [T] → hidden states [T, C] in the dtype of arithmetic. `scratch`, on CPUs, is the thread's own."""
@@ -128,9 +131,20 @@ SPREAD_MOE: Mapping[str, SpreadMoeLoader] = MappingProxyType(
 
 def load_encoder(folder: ModelFolder, precision: Precision, device: torch.device) -> Encoder:
     """The encoder of a folder; `ModelFolderError` names what cannot be honoured."""
+    if precision.quantization is not None:
+        _check_quantization(folder, precision.quantization, device)
     if folder.model_type == "nomic_bert" and has_experts(folder.config):
         return load_nomic_moe(folder, precision, device)
     return NATIVE.get(folder.model_type, load_fallback)(folder, precision, device)
+
+
+def _check_quantization(folder: ModelFolder, quantization: str, device: torch.device) -> None:
+    if folder.model_type not in NATIVE or device.type != "cpu":
+        raise ConfigError(
+            f"quantization is {quantization!r}, but the model is {folder.model_type!r} on {device.type}; it is for "
+            f"{', '.join(NATIVE)} on cpu",
+            param="quantization",
+        )
 
 
 def load_causal(

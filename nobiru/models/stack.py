@@ -8,6 +8,7 @@ model's limit of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nobiru.folder.spec import ModelFolder
-from nobiru.layers.block import Norm, PostNormBlock
-from nobiru.layers.linear import Linear, make_linear
+from nobiru.layers.block import BlockWeights, Norm
+from nobiru.layers.encoder import BlockShape, Layers, make_layers
 from nobiru.models.config import ConfigFields, StackConfig
 from nobiru.models.weights import ModelWeights, Precision
 from nobiru.ops.layout import PackedLayout
-from nobiru.ops.packed_attention import attention_path
 from nobiru.ops.scratch import Scratch
 
 
@@ -70,27 +70,18 @@ class Embeddings:
 class StackEncoder:
     """Embeddings, then layers. `forward` maps a packed batch to hidden states."""
 
-    is_reentrant = True
-
-    def __init__(
-        self, embeddings: Embeddings, blocks: list[PostNormBlock], config: StackConfig, bias_HMM: Tensor | None = None
-    ) -> None:
+    def __init__(self, embeddings: Embeddings, layers: Layers, bias_HMM: Tensor | None = None) -> None:
         self._embeddings = embeddings
-        self._blocks = blocks
-        self._bias_HMM = bias_HMM
-        self.attention = attention_path(
-            embeddings.positions_PC.device,
-            embeddings.positions_PC.dtype,
-            config.head_size,
-            has_bias=bias_HMM is not None,
-        )
+        self._layers = layers
+        self._layers.set_bias(bias_HMM)
+        self.attention = layers.attention
+        self.arithmetic = layers.arithmetic
+        self.has_own_threads = layers.has_own_threads
+        self.is_reentrant = not layers.has_own_threads
 
     def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
         """Hidden states [T, C] of the last layer, in memory of their own."""
-        hidden_TC = self._embeddings(token_ids_T, layout)
-        for block in self._blocks:
-            hidden_TC = block(hidden_TC, layout, scratch, self._bias_HMM)
-        return hidden_TC
+        return self._layers(self._embeddings(token_ids_T, layout), layout, scratch)
 
 
 def open_stack(
@@ -127,27 +118,46 @@ def read_norm(weights: ModelWeights, name: str, config: StackConfig) -> Norm:
     )
 
 
-def read_block(weights: ModelWeights, prefix: str, names: LayerNames, config: StackConfig) -> PostNormBlock:
-    """One layer, with query, key and value fused into one projection."""
+def read_layers(
+    weights: ModelWeights,
+    prefixes: Iterable[str],
+    names: LayerNames,
+    config: StackConfig,
+    precision: Precision,
+    device: torch.device,
+) -> Layers:
+    """All layers, one after the other, with query, key and value fused into one projection."""
+    layers = make_layers(
+        BlockShape(
+            width=config.hidden_size,
+            inner=config.intermediate_size,
+            num_heads=config.num_heads,
+            activation=config.activation,
+        ),
+        dtype=precision.compute,
+        device=device,
+        in_int8=precision.quantization == "int8",
+    )
+    for prefix in prefixes:
+        layers.append(_read_block(weights, prefix, names, config))
+    return layers
+
+
+def _read_block(weights: ModelWeights, prefix: str, names: LayerNames, config: StackConfig) -> BlockWeights:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attended = [f"{prefix}{name}" for name in (names.query, names.key, names.value)]
-    return PostNormBlock(
-        num_heads=config.num_heads,
-        qkv=make_linear(
+    return BlockWeights(
+        qkv=(
             weights.take_rows([f"{name}.weight" for name in attended], hidden, hidden),
             weights.take_rows([f"{name}.bias" for name in attended], hidden),
         ),
         attention_out=_linear(weights, f"{prefix}{names.attention_out}", hidden, hidden),
         attention_norm=read_norm(weights, f"{prefix}{names.attention_norm}", config),
-        up=make_linear(
-            weights.take(f"{prefix}{names.up}.weight", intermediate, hidden),
-            weights.take(f"{prefix}{names.up}.bias", intermediate),
-            config.activation,
-        ),
+        up=_linear(weights, f"{prefix}{names.up}", intermediate, hidden),
         down=_linear(weights, f"{prefix}{names.down}", hidden, intermediate),
         output_norm=read_norm(weights, f"{prefix}{names.output_norm}", config),
     )
 
 
-def _linear(weights: ModelWeights, name: str, num_out: int, num_in: int) -> Linear:
-    return make_linear(weights.take(f"{name}.weight", num_out, num_in), weights.take(f"{name}.bias", num_out))
+def _linear(weights: ModelWeights, name: str, num_out: int, num_in: int) -> tuple[Tensor, Tensor]:
+    return weights.take(f"{name}.weight", num_out, num_in), weights.take(f"{name}.bias", num_out)

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nobiru.config import Quantization
 from nobiru.errors import ModelFolderError
 from nobiru.folder.files import read_object
 from nobiru.models.pace import Pace
@@ -36,10 +37,14 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Weights are rounded to `weights` once; arithmetic runs in `compute`, which holds them exactly."""
+    """Weights are rounded to `weights` once; arithmetic runs in `compute`, which holds them exactly.
+
+    With `quantization` "int8" the matrices of linear layers are integers with a scale for each output.
+    """
 
     weights: torch.dtype
     compute: torch.dtype
+    quantization: Quantization | None = None
 
 
 FLOAT32 = Precision(weights=torch.float32, compute=torch.float32)

@@ -102,9 +102,14 @@ class PackedLayout:
         return self.to_device(self.positions)
 
     @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """[B + 1]: where sequences begin, and the end of the last."""
+        return np.concatenate(([0], self.ends_B))
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
-        """[B + 1] int32: where sequences begin, and the end of the last."""
-        return self.to_device(np.concatenate(([0], self.ends_B)).astype(np.int32))
+        """`bounds` as int32."""
+        return self.to_device(self.bounds.astype(np.int32))
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -1,10 +1,11 @@
 """Attention within each sequence of a packed batch, for every device.
 
-On CUDA in half precision a ragged kernel (`varlen_attn`) takes the batch as it is. Elsewhere the batch runs in groups
-of similar lengths through `scaled_dot_product_attention`: groups of equal lengths are views of the batch, others are
-gathered, padded and masked. On an AVX2 CPU that kernel beat `baddbmm` + softmax + `bmm` for 12 heads of 64 values at
-every length from 8 to 512 (by 1.1 to 2), and for 12 heads of 32 values from 48 tokens on (1.2 to 3), because it reads
-the strided rows of a fused projection without copying them; below 48 tokens the two were equal within a fifth or so.
+On CUDA in half precision a ragged kernel (`varlen_attn`) takes the batch as it is, and on CPUs one of our own, where
+there is a C compiler and neither a window nor a bias. Elsewhere the batch runs in groups of similar lengths through
+`scaled_dot_product_attention`: groups of equal lengths are views of the batch, others are gathered, padded and masked.
+On an AVX2 CPU that kernel beat `baddbmm` + softmax + `bmm` for 12 heads of 64 values at every length from 8 to 512 (by
+1.1 to 2), and for 12 heads of 32 values from 48 tokens on (1.2 to 3), because it reads the strided rows of a fused
+projection without copying them; below 48 tokens the two were equal within a fifth or so.
 
 Shape legend: T tokens, H query heads, K key heads, D values a head, n sequences of a group, L its length, M the
 model's limit of tokens, Q queries of a block.
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nobiru.ops.layout import Group, PackedLayout
+from nobiru.ops.native.encoder import EncoderKernels, load_encoder_kernels
 from nobiru.ops.scratch import Buffer
 
 # Local attention runs in blocks of queries this long, each with the keys its window reaches.
@@ -44,6 +46,12 @@ def packed_attention(
     """
     if ragged_kernel_serves(q_THD.device, q_THD.dtype, q_THD.shape[-1], has_bias=bias_HMM is not None):
         return _ragged(q_THD, k_TKD, v_TKD, layout, scale, window)
+    if bias_HMM is None and (window is None or window >= layout.max_length - 1):
+        kernels = _kernels_for(q_THD, k_TKD, v_TKD)
+        if kernels is not None:
+            out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+            kernels.attend(q_THD, k_TKD, v_TKD, layout.bounds, out_THD, scale=scale)
+            return out_THD
     groups = layout.groups
     if len(groups) == 1:
         return _attend_group(q_THD, k_TKD, v_TKD, groups[0], scale, window, bias_HMM)
@@ -67,7 +75,19 @@ def attention_path(device: torch.device, dtype: torch.dtype, head_size: int, *, 
     """The name of the way that attention runs, for people."""
     if ragged_kernel_serves(device, dtype, head_size, has_bias=has_bias):
         return "packed, varlen_attn"
+    kernels = load_encoder_kernels() if device.type == "cpu" and not has_bias else None
+    if kernels is not None and kernels.attends(dtype, head_size):
+        return "packed, native"
     return "packed, groups of similar lengths"
+
+
+def _kernels_for(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> EncoderKernels | None:
+    """The native kernels, if they take this attention."""
+    kernels = load_encoder_kernels() if q_THD.device.type == "cpu" else None
+    if kernels is None or not kernels.attends(q_THD.dtype, q_THD.shape[-1]):
+        return None
+    alike = q_THD.stride() == k_TKD.stride() == v_TKD.stride() and q_THD.shape == k_TKD.shape
+    return kernels if alike and q_THD.stride()[1:] == (q_THD.shape[-1], 1) else None
 
 
 def _ragged(

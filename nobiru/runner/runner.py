@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from nobiru.config import Quantization
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.pooling import Pooler
 from nobiru.models.registry import Encoder, load_encoder
 from nobiru.models.weights import Precision
+from nobiru.ops.native import threads
 from nobiru.ops.scratch import Scratch
 from nobiru.request import SequenceInput, Vectors
 from nobiru.runner.batch import pack
@@ -41,20 +44,28 @@ class PoolingRunner:
         self._max_model_len = max_model_len
         self._pooler = Pooler(folder.pooling)
         self._finisher = Finisher(folder, device)
-        num_threads = torch.get_num_threads()
-        shared = device.type == "cpu" and encoder.is_reentrant and num_threads > 1
-        self._threads = ShareThreads(num_threads) if shared else None
+        self._num_threads = torch.get_num_threads()
+        shared = device.type == "cpu" and encoder.is_reentrant and self._num_threads > 1
+        self._threads = ShareThreads(self._num_threads) if shared else None
         self._of_thread = threading.local()
 
     @classmethod
-    def load(cls, folder: ModelFolder, *, dtype: str, device: str, max_model_len: int) -> PoolingRunner:
+    def load(
+        cls,
+        folder: ModelFolder,
+        *,
+        dtype: str,
+        device: str,
+        max_model_len: int,
+        quantization: Quantization | None = None,
+    ) -> PoolingRunner:
         """Read the weights. `dtype` and `device` may be "auto"; `max_model_len` is the longest sequence in tokens.
 
         `ConfigError` for a device that is not there, `ModelFolderError` for a folder that cannot be honoured.
         """
         facts = gather_facts()
         kind = resolve_device(device, facts)
-        precision = resolve_precision(dtype, kind, facts)
+        precision = replace(resolve_precision(dtype, kind, facts), quantization=quantization)
         place = torch.device(kind)
         with torch.inference_mode():
             encoder = load_encoder(folder, precision, place)
@@ -67,11 +78,13 @@ class PoolingRunner:
         """
         if not sequences:
             return []
-        lengths = [sequence.token_ids.size for sequence in sequences]
-        num_shares = self._threads.num_threads if self._threads else 1
-        shares = plan_shares(lengths, num_shares, self._folder.hidden_size)
+        if self._encoder.has_own_threads:
+            with threads.kernels_only(self._num_threads):
+                return self._run_share(sequences)
         if self._threads is None:
             return self._run_share(sequences)
+        lengths = [sequence.token_ids.size for sequence in sequences]
+        shares = plan_shares(lengths, self._threads.num_threads, self._folder.hidden_size)
         if shares is None:
             few = sum(lengths) <= _MAX_TOKENS_ON_ONE_CORE
             return self._threads.map(self._run_share, [sequences])[0] if few else self._run_share(sequences)
@@ -121,6 +134,7 @@ class PoolingRunner:
             "device": torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
             "architecture": self._folder.model_type,
             "attention": self._encoder.attention,
+            "arithmetic": self._encoder.arithmetic,
         }
 
     def warm_up(self) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from elastic_scenes import ended, members, play, undisturbed_texts, whole
 from generation_requests import PROMPTS, texts_of
-from ranks import is_alive, until
+from ranks import children, is_alive, until
 
 from nobiru import machine
 from nobiru.engine import controller as controller_module
@@ -91,6 +92,27 @@ def test_without_descriptors_or_memory_no_rank_is_added(moe_model: Path, expecte
         await until(lambda: not is_alive(pids[2]))
 
     play(moe_model, expected, scene)
+
+
+def test_a_port_that_is_taken_undoes_the_operation(moe_model: Path, expected: list[list[int]]) -> None:
+    async def scene(client: ZmqClient) -> None:
+        (store,) = [pid for pid in children(os.getpid()) if "engine.store" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(store, signal.SIGKILL)
+        await until(lambda: not is_alive(store))
+        await asyncio.sleep(0.5)  # the server hears of it
+        operation_id = client.operations.request(size=1)["operation_id"]
+        await is_undone(client, operation_id, "the rendezvous store cannot be opened")
+        assert str(port) in client.operations.document(operation_id)["error"]
+        listener.close()
+        phases: list[str] = []
+        while "done" not in phases and len(phases) < 5:  # the last start that failed may be reported late
+            operation_id = client.operations.request(size=1)["operation_id"]
+            phases.append((await ended(client, operation_id))["phase"])
+        assert phases[-1] == "done", "the port is free again"
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        play(moe_model, expected, scene, faults=f"step_delay_ms=5,restarted_store_port={port}")
 
 
 def test_a_folder_that_has_changed_gives_no_new_ranks(own_model: Path, expected: list[list[int]]) -> None:

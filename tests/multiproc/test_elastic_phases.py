@@ -1,14 +1,16 @@
-"""An operation is stopped in each of its phases, and there it is cancelled, or runs out of time."""
+"""An operation is stopped in each of its phases, and there it is cancelled, runs out of time, or loses a rank."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_scenes import ended, play, undisturbed_texts
+from elastic_scenes import ended, members, play, undisturbed_texts, whole
 from generation_requests import PROMPTS, texts_of
-from ranks import until
+from ranks import is_alive, until
 
 from nobiru.elastic.holds import Point
 from nobiru.engine.client import ZmqClient
@@ -20,6 +22,10 @@ DRAIN = {"drain_timeout_s": 30.0}
 @pytest.fixture(scope="module")
 def expected(moe_model: Path) -> list[list[int]]:
     return undisturbed_texts(moe_model)
+
+
+def pids(client: ZmqClient) -> dict[str, int]:
+    return {rank["rank_id"]: rank["pid"] for rank in client.status()["ranks"]}
 
 
 def facts(status: dict[str, Any]) -> dict[str, Any]:
@@ -39,9 +45,12 @@ async def stopped_at(client: ZmqClient, point: Point, **asked: Any) -> str:
 
     def is_there() -> bool:
         assert machine.operation is not None, client.operations.document(operation_id)
-        members = machine.attempt.members if machine.attempt is not None else ()
-        num_reports = {"prepare": len(members), "park": len(machine.members), "apply": len(members)}.get(point, 1)
-        return client.ranks.holds.num_waiting(point) == num_reports
+        num_waiting = client.ranks.holds.num_waiting(point)
+        if point in ("load", "drain"):
+            return num_waiting == 1
+        if machine.attempt is None:
+            return False
+        return num_waiting == len(machine.members if point == "park" else machine.attempt.members)
 
     await until(is_there)
     return operation_id
@@ -56,6 +65,14 @@ async def check_no_trace(client: ZmqClient, before: dict[str, Any], operation_id
     await until(lambda: len(client.status()["ranks"]) == len(before["ranks"]))
     assert facts(client.status()) == facts(before)
     await texts_of(client, PROMPTS[:2])
+
+
+async def too_late_to_cancel(client: ZmqClient) -> None:
+    operation_id = await stopped_at(client, "apply", size=1)
+    with pytest.raises(ConflictError, match="is settling; it cannot be cancelled any more"):
+        client.operations.cancel(operation_id)
+    client.ranks.holds.release()
+    assert (await ended(client, operation_id))["phase"] == "done"
 
 
 @pytest.mark.parametrize("kind", ["growth", "shrink"])
@@ -80,16 +97,38 @@ def test_what_is_undone_before_the_commit_leaves_no_trace(
             before = client.status()
             operation_id = operations.request(size=size, deadline_s=0.3)["operation_id"]
             await check_no_trace(client, before, operation_id, "the deadline has passed")
+        else:
+            await too_late_to_cancel(client)
 
     play(moe_model, expected, scene)
 
 
-def test_a_committed_operation_cannot_be_cancelled(moe_model: Path, expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("victim", ["member", "newcomer"])
+def test_a_death_in_any_phase_costs_no_token(moe_model: Path, expected: list[list[int]], victim: str) -> None:
     async def scene(client: ZmqClient) -> None:
-        operation_id = await stopped_at(client, "apply", size=1)
-        with pytest.raises(ConflictError, match="is settling; it cannot be cancelled any more"):
-            client.operations.cancel(operation_id)
-        client.ranks.holds.release()
-        assert (await ended(client, operation_id))["phase"] == "done"
+        for point in ("load", "prepare", "drain", "park", "apply"):
+            if len(members(client)) < 2:
+                await ended(client, client.operations.request(size=2)["operation_id"])
+            before, epoch = pids(client), client.status()["epoch"]
+            stays, leaves = before
+            asked: dict[str, Any] = {"replace": [leaves], **DRAIN} if point == "drain" else {"size": 3}
+            operation_id = await stopped_at(client, point, **asked)
+            (newcomer,) = set(pids(client)) - set(before)
+            dead = stays if victim == "member" else newcomer
+            os.kill(pids(client)[dead], signal.SIGKILL)
+            await until(lambda: dead not in pids(client))  # noqa: B023
+            client.ranks.holds.release()
+            document = await ended(client, operation_id)
+            if point == "apply":
+                assert document["phase"] == "done", "it was committed"
+                await whole(client, 2)
+                assert set(members(client)) == {stays, leaves, newcomer} - {dead}
+                continue
+            assert document["phase"] == "rolled_back"
+            assert document["error"]
+            await whole(client, 2 if victim == "newcomer" else 1)
+            assert {rank: pid for rank, pid in before.items() if rank != dead} == pids(client)
+            assert (client.status()["epoch"] == epoch) == (victim == "newcomer")
+            assert not is_alive(before.get(dead, 0))
 
-    play(moe_model, expected, scene)
+    play(moe_model, expected, scene, self_heal=False)

@@ -11,7 +11,10 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from nobiru.config import Quantization
+from nobiru.errors import ConfigError
 from nobiru.folder.read import read_folder
+from nobiru.layers import encoder as encoder_layers
 from nobiru.models import fallback
 from nobiru.request import SequenceInput, Vectors
 from nobiru.runner import runner as runner_module
@@ -45,9 +48,10 @@ class Case:
         skipped = len(self.model.tokenizer(prompt)["input_ids"]) - 1 if prompt else 0
         return SequenceInput(token_ids=np.array(tokens["input_ids"], dtype=np.int32), num_skipped_tokens=skipped)
 
-    def runner(self, dtype: str = "float32") -> PoolingRunner:
+    def runner(self, dtype: str = "float32", quantization: Quantization | None = None) -> PoolingRunner:
         folder = read_folder(self.folder)
-        return PoolingRunner.load(folder, dtype=dtype, device="cpu", max_model_len=folder.max_model_len)
+        limit = folder.max_model_len
+        return PoolingRunner.load(folder, dtype=dtype, device="cpu", max_model_len=limit, quantization=quantization)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,34 @@ def assert_close(found: Vectors, expected: Vectors, *, min_cosine: float, max_di
 def test_float32_equals_sentence_transformers(name: str, case: Callable[[str], Case]) -> None:
     found = np.stack(case(name).runner().run(case(name).sequences))
     assert_close(found, case(name).reference, min_cosine=0.99999, max_difference=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert-all-modes", "xlm-roberta", "mpnet", "distilbert"])
+def test_without_native_kernels(name: str, case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_layers, "load_encoder_kernels", lambda: None)
+    runner = case(name).runner()
+    assert runner.describe()["arithmetic"] == "torch"
+    assert_close(
+        np.stack(runner.run(case(name).sequences)), case(name).reference, min_cosine=0.99999, max_difference=1e-4
+    )
+
+
+@pytest.mark.parametrize("natively", [True, False])
+@pytest.mark.parametrize("name", ["bert-all-modes", "xlm-roberta", "mpnet", "distilbert"])
+def test_int8_is_close(name: str, natively: bool, case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not natively:  # a processor without instructions for it, or no compiler: the same weights, rounded
+        monkeypatch.setattr(encoder_layers, "load_encoder_kernels", lambda: None)
+    for dtype in ("float32", "auto"):
+        runner = case(name).runner(dtype, quantization="int8")
+        found = np.stack(runner.run(case(name).sequences))
+        assert_close(found, case(name).reference, min_cosine=0.99, max_difference=0.1)
+        assert np.abs(found - case(name).reference).max() > 1e-4  # the weights were rounded
+
+
+@pytest.mark.parametrize("name", ["modernbert", "deberta-v2"])
+def test_int8_of_other_models_is_refused(name: str, case: Callable[[str], Case]) -> None:
+    with pytest.raises(ConfigError, match="quantization is 'int8'"):
+        case(name).runner(quantization="int8")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,7 @@ from nobiru.layers.block import Norm
 from nobiru.layers.linear import PackedLinear, PlainLinear, make_linear
 from nobiru.layers.pooling import Pooler
 from nobiru.models.mpnet import relative_buckets
+from nobiru.ops import packed_attention as attention
 from nobiru.ops import reference
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.packed_attention import packed_attention
@@ -42,8 +43,9 @@ def layout_of(lengths: list[int]) -> PackedLayout:
     biased=st.booleans(),
     fused=st.booleans(),
 )
+@pytest.mark.parametrize("natively", [True, False])
 def test_packed_attention_equals_one_by_one(
-    lengths: list[int], head_size: int, key_heads: int, window: int | None, biased: bool, fused: bool
+    natively: bool, lengths: list[int], head_size: int, key_heads: int, window: int | None, biased: bool, fused: bool
 ) -> None:
     num_tokens, num_heads = sum(lengths), 4
     random = generator(num_tokens)
@@ -53,7 +55,10 @@ def test_packed_attention_equals_one_by_one(
         q, k, v = torch.stack([q, k, v], dim=1).unbind(1)
     bias = torch.randn(num_heads, 160, 160, generator=random) if biased else None
     options = {"scale": 0.7, "window": window, "bias_HMM": bias}
-    found = packed_attention(q, k, v, layout_of(lengths), **options)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        if not natively:
+            patch.setattr(attention, "load_encoder_kernels", lambda: None)
+        found = packed_attention(q, k, v, layout_of(lengths), **options)  # type: ignore[arg-type]
     expected = reference.attention(q, k, v, lengths, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
 

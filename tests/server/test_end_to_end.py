@@ -71,6 +71,16 @@ def test_the_openai_client_works_unmodified(server: Server, model: Path, expecte
     assert answer.usage.prompt_tokens > len(TEXTS)
 
 
+def test_int8_over_http(model: Path, expected: np.ndarray) -> None:
+    with serving(model, "--quantization", "int8") as server:
+        found = vectors(embed(server, TEXTS))
+        offline = LLM(str(model), quantization="int8", num_threads=1).embed(TEXTS, use_tqdm=False)
+        np.testing.assert_allclose(found, np.stack([each.outputs.embedding for each in offline]), atol=1e-3)
+        assert (found * expected).sum(axis=1).min() > 0.99
+        assert np.abs(found - expected).max() > 1e-4
+    assert any("arithmetic" in line for line in server.log)
+
+
 def test_five_thousand_texts_do_not_hold_up_a_single_one(model: Path) -> None:
     with serving(model, faults="step_delay_ms=30") as server, httpx.Client(timeout=60) as client:
         texts = [f"{SENTENCES[number % len(SENTENCES)]} {number}" for number in range(5000)]

@@ -688,3 +688,5 @@ void largest_places(const float *x, long stride, int64_t *places, long rows, lon
 }
 
 #include "experts.h"
+#include "encoder_attention.h"
+#include "encoder_layers.h"

@@ -41,7 +41,16 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _HEADERS = tuple(
-    _SOURCE.with_name(name) for name in ("parallel.h", "experts.h", "tiles.h", "tiles_attention.h", "tiles_prefill.h")
+    _SOURCE.with_name(f"{name}.h")
+    for name in (
+        "parallel",
+        "experts",
+        "tiles",
+        "tiles_attention",
+        "tiles_prefill",
+        "encoder_attention",
+        "encoder_layers",
+    )
 )
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
 _COMPILER_TIMEOUT_S = 60.0
@@ -100,7 +109,7 @@ class Kernels:
     """The loaded library. Tensors are on the CPU; rows are contiguous, one row may begin anywhere."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self._library = self.library = library
         library.panel_width.restype = ctypes.c_int32
         library.multiplies_bf16_pairs.restype = ctypes.c_int32
         library.allow_tiles.restype = ctypes.c_int32

@@ -1,0 +1,324 @@
+"""Calls the kernels of `encoder_layers.h` and `encoder_attention.h` with torch tensors.
+
+Owns which instructions they compute with, a pure choice from what the processor has, what the library was compiled for
+and which sizes a model has; the arrangement of weights; and the cut of a batch into runs of sequences.
+
+Shape legend: T tokens, C hidden size, I input values, O output values, P panels of W outputs, H heads, D values a head,
+B sequences, M the model's limit of tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nobiru import machine
+from nobiru.ops.native import threads
+from nobiru.ops.native.library import Kernels, load_kernels
+from nobiru.ops.quantize import quantize_rows
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
+_GRAIN = 32  # sizes of matrices have to be multiples of this
+_TILE_BYTES = 64
+# A run of about so many tokens keeps a small model's hidden states in a core's cache, and reads weights seldom enough.
+_RUN_TOKENS = 256
+# One run may have this many times the mean work; sequences that cannot be cut as evenly go stage by stage.
+_MAX_IMBALANCE = 1.5
+
+
+class Arithmetic(enum.IntEnum):
+    """What multiplies, by the numbers that the source has. Names are the processor flags that are needed."""
+
+    FLOATS = 0
+    AVX512_BF16 = 1
+    AMX_BF16 = 2
+    AVX512_VNNI = 3
+    AMX_INT8 = 4
+
+    @property
+    def is_int8(self) -> bool:
+        return self >= Arithmetic.AVX512_VNNI
+
+
+def choose_arithmetic(
+    dtype: torch.dtype, sizes: Iterable[int], instructions: frozenset[str], *, quantized: bool
+) -> Arithmetic | None:
+    """The fastest arithmetic for hidden states of `dtype` and matrices with these numbers of inputs; None: not here.
+
+    `instructions` are those that may be used, as the processor's flags name them.
+    """
+    sizes = list(sizes)
+    if any(size % _GRAIN for size in sizes):
+        return None
+    if dtype == torch.bfloat16 and "avx512_bf16" not in instructions:
+        return None
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if quantized:
+        if "amx_int8" in instructions and not any(size % _TILE_BYTES for size in sizes):
+            return Arithmetic.AMX_INT8
+        return Arithmetic.AVX512_VNNI if "avx512_vnni" in instructions else None
+    if dtype == torch.float32:
+        return Arithmetic.FLOATS
+    return Arithmetic.AMX_BF16 if "amx_bf16" in instructions else Arithmetic.AVX512_BF16
+
+
+def plan_runs(lengths_B: NDArray[np.int64], num_threads: int, width: int) -> NDArray[np.int64]:
+    """The sequences at which runs begin, and the end: runs of similar work, as many for each thread.
+
+    One run where there are not enough sequences to occupy all threads. A token's work is that of its linear layers plus
+    attention, which grows with the length of its sequence.
+    """
+    work_B = np.cumsum(lengths_B * (6 * width + lengths_B))
+    num_tokens, num_seqs = int(lengths_B.sum()), lengths_B.size
+    num_runs = -(-num_tokens // _RUN_TOKENS)
+    num_runs = min(-(-num_runs // num_threads) * num_threads, num_seqs)
+    cuts = np.searchsorted(work_B, work_B[-1] * np.arange(1, num_runs) / num_runs) + 1
+    bounds = np.unique(np.concatenate(([0], cuts, [num_seqs])))
+    work = np.diff(np.concatenate(([0], work_B))[bounds])
+    is_even = int(work.max()) * num_threads <= _MAX_IMBALANCE * int(work_B[-1])
+    return bounds if is_even and num_tokens >= _GRAIN * num_threads else np.array([0, num_seqs])
+
+
+class _Matrix(ctypes.Structure):
+    """`struct matrix` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "sums")),
+        *((name, ctypes.c_long) for name in ("inputs", "outputs")),
+    )
+
+
+class _Norm(ctypes.Structure):
+    """`struct norm` of the source."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class _Layer(ctypes.Structure):
+    """`struct layer` of the source."""
+
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, _Norm) for name in ("attention_norm", "output_norm")),
+    )
+
+
+class _Encoder(ctypes.Structure):
+    """`struct encoder` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "starts", "runs", "bias")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("num_layers", "num_runs", "width", "inner", "heads", "bias_rows", "bias_stride")
+        ),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("by", "is_half", "uses_tiles", "activation", "threads", "failed")),
+    )
+
+
+class _Heads(ctypes.Structure):
+    """`struct heads` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "bias", "starts")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("sequences", "heads", "size", "stride", "out_stride", "bias_rows", "bias_stride")
+        ),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("is_half", "uses_tiles", "threads", "failed")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrangedMatrix:
+    """A weight matrix in panels; `scales_O` and `sums_O` belong to int8 weights. All but panels are float32."""
+
+    panels: Tensor
+    bias_O: Tensor | None
+    scales_O: Tensor | None
+    sums_O: Tensor | None
+    num_in: int
+    num_out: int
+
+    def as_struct(self) -> _Matrix:
+        pointers = (_address(each) for each in (self.panels, self.bias_O, self.scales_O, self.sums_O))
+        return _Matrix(*pointers, self.num_in, self.num_out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrangedLayer:
+    """The matrices of one layer, and its two normalizations as float32 weight, bias and epsilon."""
+
+    qkv: ArrangedMatrix
+    out: ArrangedMatrix
+    up: ArrangedMatrix
+    down: ArrangedMatrix
+    attention_norm: tuple[Tensor, Tensor, float]
+    output_norm: tuple[Tensor, Tensor, float]
+
+    def as_struct(self) -> _Layer:
+        matrices = (each.as_struct() for each in (self.qkv, self.out, self.up, self.down))
+        norms = (_Norm(_address(w), _address(b), eps) for w, b, eps in (self.attention_norm, self.output_norm))
+        return _Layer(*matrices, *norms)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderShape:
+    """What all layers have in common. `activation` is one of `ACTIVATIONS`."""
+
+    width: int
+    inner: int
+    num_heads: int
+    activation: str
+    arithmetic: Arithmetic
+    dtype: torch.dtype
+
+
+class EncoderKernels:
+    """The library's encoder. `instructions` are those it may use here, as the processor's flags name them."""
+
+    def __init__(self, kernels: Kernels, flags: frozenset[str]) -> None:
+        self._kernels = kernels
+        library = kernels.library
+        library.encoder_instructions.restype = ctypes.c_int32
+        for function in (library.encode, library.attend_packed):
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
+        made_for = int(library.encoder_instructions())
+        found = {"avx512_bf16"} if made_for & 1 else set()
+        if made_for & 2 and "amx_tile" in flags and kernels.has_tiles:
+            found |= {"amx_bf16", "amx_int8"}
+        if made_for & 4:
+            found.add("avx512_vnni")
+        self.instructions = flags & found
+
+    def attends(self, dtype: torch.dtype, head_size: int) -> bool:
+        """Whether `attend` takes such heads."""
+        known = dtype == torch.float32 or (dtype == torch.bfloat16 and "avx512_bf16" in self.instructions)
+        return known and head_size % 16 == 0
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        starts: NDArray[np.int64],
+        out_THD: Tensor,
+        *,
+        scale: float,
+        bias_HMM: Tensor | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """softmax(q @ k.T * scale + bias) @ v within each sequence; `starts` [B + 1]: their first tokens, and the end.
+
+        Queries, keys and values have the same strides, as parts of one projection have. The bias is float32.
+        """
+        num_heads, head_size = q_THD.shape[1:]
+        strides = {each.stride() for each in (q_THD, k_THD, v_THD)}
+        assert len(strides) == 1 and q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous()
+        assert bias_HMM is None or (bias_HMM.is_contiguous() and bias_HMM.dtype == torch.float32)
+        arguments = _Heads(
+            q_THD.data_ptr(),
+            k_THD.data_ptr(),
+            v_THD.data_ptr(),
+            out_THD.data_ptr(),
+            _address(bias_HMM),
+            starts.ctypes.data,
+            starts.size - 1,
+            num_heads,
+            head_size,
+            q_THD.stride(0),
+            num_heads * head_size,
+            *((0, 0) if bias_HMM is None else bias_HMM.shape[1:]),
+            scale,
+            q_THD.dtype == torch.bfloat16,
+            "amx_bf16" in self.instructions,
+            num_threads or threads.num_threads(),
+        )
+        self._kernels.library.attend_packed(ctypes.addressof(arguments))
+        if arguments.failed:
+            raise MemoryError(f"no memory for attention of {q_THD.shape[0]} tokens")
+
+    def arrange(self, weight_OI: Tensor, bias_O: Tensor | None, arithmetic: Arithmetic) -> ArrangedMatrix:
+        """A weight matrix as the kernels read it; int8 weights are made of it here."""
+        num_out, num_in = weight_OI.shape
+        scales_O = sums_O = None
+        if arithmetic.is_int8:
+            quantized_OI, scales_O = quantize_rows(weight_OI)
+            sums_O = quantized_OI.sum(1, dtype=torch.float32)
+            panels = quantized_OI.view(num_out // _GRAIN, _GRAIN, num_in // 4, 4).transpose(1, 2).contiguous()
+        else:
+            panels = self._kernels.pack(weight_OI, None, in_pairs=weight_OI.dtype == torch.bfloat16).panels
+        return ArrangedMatrix(
+            panels=panels,
+            bias_O=None if bias_O is None else bias_O.float().contiguous(),
+            scales_O=scales_O,
+            sums_O=sums_O,
+            num_in=num_in,
+            num_out=num_out,
+        )
+
+    def encode(
+        self,
+        shape: EncoderShape,
+        layers: list[ArrangedLayer],
+        hidden_TC: Tensor,
+        starts: NDArray[np.int64],
+        *,
+        bias_HMM: Tensor | None,
+        num_threads: int,
+    ) -> Tensor:
+        """Hidden states behind all layers, [T, C], in memory of their own; those given are left as they are.
+
+        `starts` [B + 1] are the sequences' first tokens, and the end. The bias, float32, is added to scores.
+        """
+        num_tokens, width = hidden_TC.shape
+        assert width == shape.width and hidden_TC.dtype == shape.dtype
+        assert bias_HMM is None or (bias_HMM.is_contiguous() and bias_HMM.dtype == torch.float32)
+        states = hidden_TC.clone(memory_format=torch.contiguous_format)
+        runs = plan_runs(np.diff(starts), num_threads, width)
+        structs = (_Layer * len(layers))(*(layer.as_struct() for layer in layers))
+        arguments = _Encoder(
+            ctypes.addressof(structs),
+            states.data_ptr(),
+            starts.ctypes.data,
+            runs.ctypes.data,
+            _address(bias_HMM),
+            len(layers),
+            runs.size - 1,
+            width,
+            shape.inner,
+            shape.num_heads,
+            *((0, 0) if bias_HMM is None else bias_HMM.shape[1:]),
+            (width // shape.num_heads) ** -0.5,
+            shape.arithmetic,
+            shape.dtype == torch.bfloat16,
+            bool(self.instructions & {"amx_bf16", "amx_int8"}),
+            ACTIVATIONS.index(shape.activation),
+            num_threads,
+        )
+        self._kernels.library.encode(ctypes.addressof(arguments))
+        if arguments.failed:
+            raise MemoryError(f"no memory for {num_tokens} tokens")
+        return states
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def load_encoder_kernels() -> EncoderKernels | None:
+    """The kernels of this process; None where there are none."""
+    kernels = load_kernels()
+    return None if kernels is None else EncoderKernels(kernels, machine.cpu_flags())

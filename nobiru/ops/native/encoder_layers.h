@@ -1,0 +1,463 @@
+/* BERT's encoder layers on packed hidden states, all of them in one call. kernels.c includes this.
+ *
+ * A run of whole sequences goes through all layers by itself, so that its hidden states stay in a core's cache and
+ * threads never wait for each other. Where there are fewer sequences than threads, all of them are one run, whose rows
+ * and heads the threads share in each stage.
+ *
+ * Weights are panels of WIDTH outputs, as `pack` in library.py makes them: [inputs, WIDTH] of float32,
+ * [inputs / 2, WIDTH, 2] of bfloat16, or [inputs / 4, WIDTH, 4] of int8. For int8 weights rows of inputs become unsigned
+ * bytes with a scale and a zero point of their own, just before the product: x = (byte - zero) * scale. A sum of
+ * products is (sum of bytes * weights - zero * sum of weights) * scale of the row * scale of the output.
+ */
+
+enum { FLOATS, PAIRS, PAIR_TILES, BYTES, BYTE_TILES };
+enum { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU };
+
+struct matrix {
+    const void *panels;
+    const float *bias, *scales, *sums; /* [outputs]; scales and sums of weights only for int8 */
+    long inputs, outputs;
+};
+
+struct norm {
+    const float *weight, *bias;
+    float eps;
+};
+
+struct layer {
+    struct matrix qkv, out, up, down;
+    struct norm attention_norm, output_norm;
+};
+
+struct encoder {
+    const struct layer *layers;
+    void *hidden;              /* [tokens, width]: inputs, and outputs; float32 or bfloat16 */
+    const int64_t *starts;     /* [sequences + 1] */
+    const int64_t *runs;       /* [num_runs + 1]: first sequences, and the end */
+    const float *bias;         /* as in struct heads */
+    long num_layers, num_runs, width, inner, heads, bias_rows, bias_stride;
+    float scale;
+    int by, is_half, uses_tiles, activation, threads, failed;
+};
+
+/* Sequences on their way through one layer. */
+struct run {
+    struct encoder *e;
+    const struct layer *layer;
+    struct heads attention;
+    char *hidden, *qkv, *attended; /* of the first row */
+    long rows, rows_each;
+};
+
+#define MOST_ROWS 128 /* that pass through the layers behind attention at a time */
+
+INLINE vec get(int is_half, const void *p, long i) {
+    return is_half ? load_bf16((const bf16 *)p + i) : load_f32((const float *)p + i);
+}
+INLINE void set(int is_half, void *p, long i, vec x) {
+#ifdef __AVX512BF16__
+    if (is_half) _mm256_storeu_si256((__m256i *)((bf16 *)p + i), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    if (is_half) store_bf16((bf16 *)p + i, x);
+#endif
+    else store_f32((float *)p + i, x);
+}
+
+/* ---- activations ----------------------------------------------------------------------------------------------------*/
+
+/* x times the normal distribution's integral up to x. For float32 results the error function is that of Abramowitz and
+ * Stegun, 7.1.26, within 1.5e-7; for rounded ones a polynomial on -4 … 4, within 2e-4 of the result. */
+INLINE vec gelu(const int is_exact, vec x) {
+    if (!is_exact) {
+        vec t = larger(splat(-4.0f), -larger(splat(-4.0f), -x)), s = t * t;
+        vec y = s * 2.2780170e-8f - 1.5985383e-6f;
+        y = y * s + 4.7954268e-5f;
+        y = y * s - 8.1400352e-4f;
+        y = y * s + 8.7723313e-3f;
+        y = y * s - 6.4572990e-2f;
+        y = y * s + 3.9788327e-1f;
+        return x * (y * t + 0.5f);
+    }
+    vec size = larger(x, -x) * 0.70710678f, t = 1.0f / (size * 0.3275911f + 1.0f);
+    vec y = t * 1.061405429f - 1.453152027f;
+    y = y * t + 1.421413741f;
+    y = y * t - 0.284496736f;
+    y = (y * t + 0.254829592f) * t * power_of_e(-size * size) * 0.5f; /* the part beyond |x| */
+    ivec is_below = (ivec)(x < splat(0.0f));
+    return x * (vec)(((ivec)y & is_below) | ((ivec)(1.0f - y) & ~is_below));
+}
+
+INLINE vec activate(const int activation, const int is_exact, vec x) {
+    switch (activation) {
+        case GELU: return gelu(is_exact, x);
+        case GELU_TANH: return x / (1.0f + power_of_e((x * x * 0.044715f + 1.0f) * x * -1.5957691216f));
+        case RELU: return larger(x, splat(0.0f));
+        case SILU: return x / (1.0f + power_of_e(-x));
+        default: return x;
+    }
+}
+
+/* ---- products -------------------------------------------------------------------------------------------------------*/
+
+#ifdef __AVX512VNNI__
+INLINE void tile_bytes(const int rows, const int8_t *w, const uint8_t *x, long stride, long inputs, int32_t *sums_out) {
+    __m512i sums[MAX_ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
+    for (long k = 0; k < inputs; k += 4, w += 4 * WIDTH) {
+        __m512i left = _mm512_loadu_si512(w), right = _mm512_loadu_si512(w + 2 * WIDTH);
+        UNROLL for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, x + r * stride + k, 4);
+            __m512i value = _mm512_set1_epi32(four);
+            sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], value, left);
+            sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], value, right);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        _mm512_storeu_si512(sums_out + r * WIDTH, sums[r][0]);
+        _mm512_storeu_si512(sums_out + r * WIDTH + LANES, sums[r][1]);
+    }
+}
+#endif
+
+/* What a product takes: rows of float32, bfloat16 or bytes, `stride` bytes each. For tiles they lie in blocks of 32 rows, of
+ * which the first 64 bytes come first, then the second: a tile is 1 KiB in one piece then, whatever the rows' length.
+ */
+struct inputs {
+    const char *rows;
+    long stride;
+    const float *scales, *zeros; /* of rows of bytes */
+};
+
+INLINE int is_tiled(int by) { return by == PAIR_TILES || by == BYTE_TILES; }
+INLINE int rows_at_once(int by) { return is_tiled(by) ? 32 : MAX_ROWS; }
+
+/* The sums of up to rows_at_once rows by one panel, [rows, WIDTH], as float32 or int32. */
+static void multiply_panel(int by, const void *panel, const char *all_x, long bytes, int rows, long inputs, void *to) {
+    float *sums = to;
+    switch (by) {
+#ifdef HAS_TILES
+        case PAIR_TILES: {
+            struct factors f = {all_x, panel, (const char *)panel + 64, 64, 2048, 128, 2048, inputs / 32, 128, rows, to};
+            multiply_pair_tiles(&f);
+            return;
+        }
+        case BYTE_TILES: {
+            struct factors f = {all_x, panel, (const char *)panel + 64, 64, 2048, 128, 2048, inputs / 64, 128, rows, to};
+            multiply_byte_tiles(&f);
+            return;
+        }
+#endif
+#ifdef __AVX512VNNI__
+        case BYTES: {
+            const int8_t *w = panel;
+            const uint8_t *x = (const uint8_t *)all_x;
+            int32_t *sums = to;
+            const long stride = bytes;
+            switch (rows) { ALL_CASES(tile_bytes) }
+            return;
+        }
+#endif
+#ifdef __AVX512BF16__
+        case PAIRS: {
+            const bf16 *w = panel, *x = (const bf16 *)all_x;
+            const long stride = bytes / 2;
+            switch (rows) { ALL_CASES(tile_pairs) }
+            return;
+        }
+#endif
+        default: {
+            const float *w = panel, *x = (const float *)all_x;
+            const long stride = bytes / 4;
+            switch (rows) { ALL_CASES(tile_f32) }
+        }
+    }
+}
+
+/* Values of one panel and up to rows_at_once rows, from their sums: the bias is added, and what `to` says is done. */
+struct finish {
+    int activation, is_half;
+    char *values;         /* [rows, outputs] of float32 or bfloat16; or 0 */
+    float *added;         /* else [rows, outputs]: */
+    const char *residual; /* plus these values */
+};
+
+INLINE void finish_panel(const int of_bytes, const int is_half, const int activation, const int adds,
+                         const struct matrix *m, const struct inputs *in, const struct finish *to, const void *sums,
+                         long row, int rows, long first) {
+    vec bias[2], scales[2], of_weights[2];
+    for (int half = 0; half < 2; half++) {
+        bias[half] = m->bias ? load_f32(m->bias + first + half * LANES) : (vec){0};
+        if (!of_bytes) continue;
+        scales[half] = load_f32(m->scales + first + half * LANES);
+        of_weights[half] = load_f32(m->sums + first + half * LANES);
+    }
+    for (int r = 0; r < rows; r++)
+        UNROLL for (int half = 0; half < 2; half++) {
+            const long from = r * WIDTH + half * LANES, at = (row + r) * m->outputs + first + half * LANES;
+            vec x;
+            if (of_bytes) {
+                typedef int32_t svec __attribute__((vector_size(LANES * 4), aligned(4)));
+                x = __builtin_convertvector(*(const svec *)((const int32_t *)sums + from), vec);
+                x = (x - of_weights[half] * in->zeros[row + r]) * (scales[half] * in->scales[row + r]) + bias[half];
+            } else {
+                x = load_f32((const float *)sums + from) + bias[half];
+            }
+            if (adds) store_f32(to->added + at, x + get(is_half, to->residual, at));
+            else set(is_half, to->values, at, activate(activation, !is_half, x));
+        }
+}
+
+#define FINISH_WITH(ACTIVATION, ADDS)                                                                                  \
+    if (of_bytes && half) finish_panel(1, 1, ACTIVATION, ADDS, m, in, to, sums, row, rows, first);                     \
+    else if (of_bytes) finish_panel(1, 0, ACTIVATION, ADDS, m, in, to, sums, row, rows, first);                        \
+    else if (half) finish_panel(0, 1, ACTIVATION, ADDS, m, in, to, sums, row, rows, first);                            \
+    else finish_panel(0, 0, ACTIVATION, ADDS, m, in, to, sums, row, rows, first)
+
+static void finish(int of_bytes, const struct matrix *m, const struct inputs *in, const struct finish *to,
+                   const void *sums, long row, int rows, long first) {
+    const int half = to->is_half;
+    if (to->added) {
+        FINISH_WITH(NO_ACTIVATION, 1);
+        return;
+    }
+    switch (to->activation) {
+        case GELU: FINISH_WITH(GELU, 0); break;
+        case GELU_TANH: FINISH_WITH(GELU_TANH, 0); break;
+        case RELU: FINISH_WITH(RELU, 0); break;
+        case SILU: FINISH_WITH(SILU, 0); break;
+        default: FINISH_WITH(NO_ACTIVATION, 0);
+    }
+}
+
+/* A linear layer on some rows: panel by panel, so that each is read from memory once for all of them. */
+static void project(int by, const struct matrix *m, const struct inputs *in, long rows, const struct finish *to) {
+    float sums[32 * WIDTH] __attribute__((aligned(64)));
+    const long panel_bytes = m->inputs * WIDTH * (by == FLOATS ? 4 : by < BYTES ? 2 : 1);
+    const long blocks = (rows + rows_at_once(by) - 1) / rows_at_once(by);
+    const char *panel = m->panels;
+    for (long first = 0; first < m->outputs; first += WIDTH, panel += panel_bytes)
+        for (long block = 0; block < blocks; block++) {
+            long row = is_tiled(by) ? 32 * block : block * rows / blocks;
+            long end = is_tiled(by) ? row + 32 : (block + 1) * rows / blocks;
+            int here = (int)((end < rows ? end : rows) - row);
+            multiply_panel(by, panel, in->rows + row * in->stride, in->stride, here, m->inputs, sums);
+            finish(by >= BYTES, m, in, to, sums, row, here, first);
+        }
+}
+
+/* ---- rows -----------------------------------------------------------------------------------------------------------*/
+
+/* One row as bytes: its range, which includes 0, is cut into 255 equal steps. `step` bytes from 64 values to the next. */
+static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, long step, float *scale, float *zero) {
+#ifdef __AVX512F__
+    vec low = {0}, high = {0};
+    for (long i = 0; i < size; i += LANES) {
+        vec x = get(is_half, row, i);
+        low = larger(low, -x), high = larger(high, x);
+    }
+    const float lowest = -largest(low), range = largest(high) - lowest;
+    const float unit = range > 0 ? range / 255.0f : 1.0f, shift = nearbyintf(-lowest / unit);
+    const __m512 per_unit = _mm512_set1_ps(1.0f / unit), shifts = _mm512_set1_ps(shift);
+    for (long i = 0; i < size; i += 16) {
+        __m512i whole = _mm512_cvtps_epi32(_mm512_fmadd_ps((__m512)get(is_half, row, i), per_unit, shifts));
+        whole = _mm512_max_epi32(whole, _mm512_setzero_si512());
+        _mm_storeu_si128((__m128i *)(bytes + i / 64 * step + i % 64), _mm512_cvtusepi32_epi8(whole));
+    }
+    *scale = unit, *zero = shift;
+#else
+    (void)is_half, (void)row, (void)size, (void)bytes, (void)step, (void)scale, (void)zero;
+#endif
+}
+
+/* Rows [rows, size] as `by` takes them, in `memory` if they have to be others than they are. */
+static struct inputs inputs_of(int by, int is_half, const char *rows_of_values, long rows, long size, char *memory) {
+    const long bytes = size * (is_half ? 2 : 4);
+    if (by == FLOATS || by == PAIRS) return (struct inputs){rows_of_values, bytes, 0, 0};
+    if (by == PAIR_TILES) {
+        for (long r = 0; r < rows; r++) {
+            const char *from = rows_of_values + r * bytes;
+            char *to = memory + r / 32 * 32 * bytes + r % 32 * 64;
+            for (long i = 0; i < bytes; i += 64) memcpy(to + 32 * i, from + i, 64);
+        }
+        return (struct inputs){memory, bytes, 0, 0};
+    }
+    float *scales = (float *)memory, *zeros = scales + MOST_ROWS;
+    uint8_t *to = (uint8_t *)(zeros + MOST_ROWS);
+    const int tiled = is_tiled(by);
+    for (long r = 0; r < rows; r++)
+        to_bytes(is_half, rows_of_values + r * bytes, size, to + (tiled ? r / 32 * 32 * size + r % 32 * 64 : r * size),
+                 tiled ? 2048 : 64, scales + r, zeros + r);
+    return (struct inputs){(const char *)to, size, scales, zeros};
+}
+
+/* Layer normalization of float32 rows [rows, size] into hidden states. */
+static void normalize(int is_half, const struct norm *norm, const float *rows_of_values, long rows, long size, char *to) {
+    for (long r = 0; r < rows; r++) {
+        const float *x = rows_of_values + r * size;
+        vec added = {0}, squares = {0};
+        for (long i = 0; i < size; i += LANES) added += load_f32(x + i);
+        const float mean = total(added) / (float)size;
+        for (long i = 0; i < size; i += LANES) {
+            vec apart = load_f32(x + i) - mean;
+            squares += apart * apart;
+        }
+        const float factor = 1.0f / sqrtf(total(squares) / (float)size + norm->eps);
+        for (long i = 0; i < size; i += LANES) {
+            vec y = (load_f32(x + i) - mean) * factor * load_f32(norm->weight + i) + load_f32(norm->bias + i);
+            set(is_half, to, r * size + i, y);
+        }
+    }
+}
+
+/* ---- stages of a layer ----------------------------------------------------------------------------------------------*/
+
+INLINE long value_bytes(const struct encoder *e) { return e->is_half ? 2 : 4; }
+
+/* Memory of a part, for up to MOST_ROWS rows: inputs as tiles or bytes, values of the feed-forward, and sums with the
+ * residual. Tiles may be read behind the last row. */
+struct part_memory {
+    char *inputs, *inner;
+    float *added;
+};
+
+static int take_part_memory(const struct encoder *e, struct part_memory *memory) {
+    const long widest = e->width > e->inner ? e->width : e->inner;
+    const long of_inputs = up_to(MOST_ROWS * widest * (e->by == PAIR_TILES ? 2 : 1) + 8 * MOST_ROWS, 64);
+    const long of_inner = up_to(MOST_ROWS * e->inner * value_bytes(e), 64);
+    char *all = space(SPACE_OF_PART, of_inputs + of_inner + 4 * MOST_ROWS * e->width);
+    if (!all) return 1;
+    memory->inputs = all, memory->inner = all + of_inputs, memory->added = (float *)(all + of_inputs + of_inner);
+    return 0;
+}
+
+static void begin_part(const struct encoder *e) {
+#ifdef HAS_TILES
+    if (e->uses_tiles) begin_tiles();
+#endif
+    (void)e;
+}
+
+static void end_part(const struct encoder *e) {
+#ifdef HAS_TILES
+    if (e->uses_tiles) _tile_release();
+#endif
+    (void)e;
+}
+
+/* Rows first to first + rows, at most MOST_ROWS of them: hidden states to queries, keys and values. */
+static void project_rows(const struct run *run, long first, long rows) {
+    const struct encoder *e = run->e;
+    struct part_memory memory;
+    if (take_part_memory(e, &memory)) {
+        run->e->failed = 1;
+        return;
+    }
+    const long row = e->width * value_bytes(e);
+    struct inputs in = inputs_of(e->by, e->is_half, run->hidden + first * row, rows, e->width, memory.inputs);
+    struct finish to = {NO_ACTIVATION, e->is_half, run->qkv + 3 * first * row, 0, 0};
+    project(e->by, &run->layer->qkv, &in, rows, &to);
+}
+
+/* The same rows: from what attention gave to the layer's hidden states. */
+static void finish_rows(const struct run *run, long first, long rows) {
+    const struct encoder *e = run->e;
+    const struct layer *layer = run->layer;
+    struct part_memory memory;
+    if (take_part_memory(e, &memory)) {
+        run->e->failed = 1;
+        return;
+    }
+    const long row = e->width * value_bytes(e);
+    char *hidden = run->hidden + first * row;
+    struct finish sum = {NO_ACTIVATION, e->is_half, 0, memory.added, hidden};
+    struct finish inner = {e->activation, e->is_half, memory.inner, 0, 0};
+    struct inputs in = inputs_of(e->by, e->is_half, run->attended + first * row, rows, e->width, memory.inputs);
+    project(e->by, &layer->out, &in, rows, &sum);
+    normalize(e->is_half, &layer->attention_norm, memory.added, rows, e->width, hidden);
+    in = inputs_of(e->by, e->is_half, hidden, rows, e->width, memory.inputs);
+    project(e->by, &layer->up, &in, rows, &inner);
+    in = inputs_of(e->by, e->is_half, memory.inner, rows, e->inner, memory.inputs);
+    project(e->by, &layer->down, &in, rows, &sum);
+    normalize(e->is_half, &layer->output_norm, memory.added, rows, e->width, hidden);
+}
+
+/* Queries, keys, values and what attention gives, for `rows` rows; 1 if there is no memory. */
+static int begin_run(struct run *run, struct encoder *e, long first_sequence, long sequences) {
+    const long start = e->starts[first_sequence], row = e->width * value_bytes(e);
+    const long rows = e->starts[first_sequence + sequences] - start, of_qkv = up_to(3 * row * rows, 64);
+    char *memory = space(SPACE_OF_RUN, of_qkv + rows * row);
+    if (!memory) return 1;
+    *run = (struct run){.e = e, .hidden = (char *)e->hidden + start * row, .qkv = memory, .attended = memory + of_qkv};
+    run->rows = rows;
+    run->attention = (struct heads){
+        /* starts count from the batch's first token, and so do these */
+        .q = memory - 3 * row * start, .keys = memory - 3 * row * start + row, .values = memory - 3 * row * start + 2 * row,
+        .out = run->attended - row * start, .bias = e->bias, .starts = e->starts + first_sequence, .sequences = sequences,
+        .heads = e->heads, .size = e->width / e->heads, .stride = 3 * e->width, .out_stride = e->width,
+        .bias_rows = e->bias_rows, .bias_stride = e->bias_stride, .scale = e->scale, .is_half = e->is_half,
+        .uses_tiles = e->uses_tiles};
+    return 0;
+}
+
+/* All layers of one run, on one thread. */
+static void encode_run(void *arguments, long number) {
+    struct encoder *e = arguments;
+    struct run run;
+    if (begin_run(&run, e, e->runs[number], e->runs[number + 1] - e->runs[number])) {
+        e->failed = 1;
+        return;
+    }
+    begin_part(e);
+    for (long layer = 0; layer < e->num_layers && !e->failed; layer++) {
+        run.layer = e->layers + layer;
+        for (long row = 0; row < run.rows; row += MOST_ROWS)
+            project_rows(&run, row, run.rows - row < MOST_ROWS ? run.rows - row : MOST_ROWS);
+        for (long task = 0; task < run.attention.sequences * e->heads; task++)
+            if (attend_head(&run.attention, task / e->heads, task % e->heads)) e->failed = 1;
+        for (long row = 0; row < run.rows; row += MOST_ROWS)
+            finish_rows(&run, row, run.rows - row < MOST_ROWS ? run.rows - row : MOST_ROWS);
+    }
+    end_part(e);
+}
+
+#define ROWS_PART(NAME, STAGE)                                                                                         \
+    static void NAME(void *arguments, long part) {                                                                     \
+        const struct run *run = arguments;                                                                             \
+        const long first = part * run->rows_each, left = run->rows - first;                                            \
+        begin_part(run->e);                                                                                            \
+        STAGE(run, first, left < run->rows_each ? left : run->rows_each);                                              \
+        end_part(run->e);                                                                                              \
+    }
+ROWS_PART(project_rows_part, project_rows)
+ROWS_PART(finish_rows_part, finish_rows)
+
+static void attend_part(void *arguments, long task) {
+    const struct run *run = arguments;
+    begin_part(run->e);
+    if (attend_head(&run->attention, task / run->e->heads, task % run->e->heads)) run->e->failed = 1;
+    end_part(run->e);
+}
+
+/* All layers of all sequences as one run, stage by stage on all threads. */
+static void encode_together(struct encoder *e) {
+    struct run run;
+    if (begin_run(&run, e, 0, e->runs[1])) {
+        e->failed = 1;
+        return;
+    }
+    run.rows_each = up_to((run.rows + 2 * e->threads - 1) / (2 * e->threads), 32);
+    if (run.rows_each > MOST_ROWS) run.rows_each = MOST_ROWS;
+    const long parts = (run.rows + run.rows_each - 1) / run.rows_each;
+    for (long layer = 0; layer < e->num_layers && !e->failed; layer++) {
+        run.layer = e->layers + layer;
+        in_parallel(project_rows_part, &run, parts, e->threads);
+        in_parallel(attend_part, &run, run.attention.sequences * e->heads, e->threads);
+        in_parallel(finish_rows_part, &run, parts, e->threads);
+    }
+}
+
+void encode(struct encoder *e) {
+    if (e->num_runs == 1) encode_together(e);
+    else in_parallel(encode_run, e, e->num_runs, e->threads);
+}
