@@ -187,6 +187,7 @@ def _plain(rank: Rank | None, epoch: int, attempts: int, seq_id: int) -> tuple[o
         _since(rank.epoch, epoch),
         rank.result,
         rank.has_gathered,
+        _since(rank.left, epoch),
         rank.asleep,
         rank.is_broken,
         _since(rank.armed, attempts),
@@ -238,7 +239,9 @@ CONFIGURATIONS: dict[str, Configuration] = {
 }
 LARGE: dict[str, Configuration] = {
     "two start, two deaths, a lost message": lambda: at_start(2, Budget(deaths=2, losses=1)),
-    "three, a death, an error, a lost message": lambda: serving(3, Budget(deaths=1, errors=1, losses=1)),
+    "three, a death, a lost message": lambda: serving(3, Budget(deaths=1, losses=1)),
+    "three, an error, a lost message": lambda: serving(3, Budget(errors=1, losses=1)),
+    "two, a death, an error, a lost message": lambda: serving(2, Budget(deaths=1, errors=1, losses=1)),
     "2 → 1, a death, a cancel, a lost message, an early timer": lambda: serving(
         2, Budget(deaths=1, losses=1, early=1, cancels=1), requests=SHRINK
     ),

@@ -58,6 +58,7 @@ class World(State):
             events += [("timer", timer) for timer in self.timers if timer[0] != "reform"]
             events += [("time out", rank_id) for rank_id, rank in self.ranks.items() if self.waits_in_vain(rank)]
             events += [("launch late", rank_id) for rank_id in self.machine.launching]
+            events += [("repeat", rank_id) for rank_id, rank in self.ranks.items() if rank.stands_still]
         return events
 
     def _rank_events(self, rank_id: str, rank: Rank) -> Iterator[str]:
@@ -283,7 +284,7 @@ class World(State):
                 other in self.dead or each.place != "step", f"{other} is in a step while {rank_id} applies a commit"
             )
         self.leave(rank_id)
-        self.change(rank_id, place="between", epoch=epoch, standby=0)
+        self.change(rank_id, place="between", epoch=epoch, standby=0, left=0)
 
     def _obey(self, rank_id: str) -> None:
         rank = self.ranks[rank_id]
@@ -337,7 +338,12 @@ class World(State):
     def _fail(self, rank_id: str) -> None:
         epoch = self.ranks[rank_id].epoch
         self.leave(rank_id)
+        self.change(rank_id, left=epoch)
         self.say(rank_id, ("suspended", epoch))
+
+    def _repeat(self, rank_id: str) -> None:
+        rank = self.ranks[rank_id]
+        self.say(rank_id, ("parked", rank.armed) if rank.place == "parked" else ("suspended", rank.left))
 
     def _deliver(self, rank_id: str) -> None:
         (what, number), rest = self.ranks[rank_id].outbox[0], self.ranks[rank_id].outbox[1:]
@@ -408,6 +414,8 @@ class World(State):
         for rank_id, rank in self.ranks.items():
             if rank.control and any(not 0 < rank.epoch <= epoch for _, epoch in rank.control):
                 self.change(rank_id, control=tuple(each for each in rank.control if 0 < rank.epoch <= each[1]))
+            if 0 < rank.left < self.machine.epoch:
+                self.change(rank_id, left=0)
             if rank.outbox and any(map(self._is_late, rank.outbox)):
                 for message in filter(self._is_late, rank.outbox):
                     self.copy()._hear(rank_id, message, expect_nothing=True)
@@ -422,7 +430,7 @@ class World(State):
             return number < machine.epoch
         if what == "output":
             return self.text is None or self.text.is_late(number)
-        return what != "loaded" and (number < machine.num_attempts or machine.attempt is None)
+        return what not in ("loaded", "parked") and (number < machine.num_attempts or machine.attempt is None)
 
     def _is_stale(self, name: str, number: int) -> bool:
         machine = self.machine
@@ -451,6 +459,7 @@ _RANK_EVENTS: Mapping[str, Callable[[World, str], None]] = {
     "end": World._end,
     "fail": World._fail,
     "time out": World._fail,
+    "repeat": World._repeat,
     "deliver": World._deliver,
     "news": World._news,
     "kill": World._kill,

@@ -50,6 +50,7 @@ class Rank(NamedTuple):
     epoch: int = 0
     result: str = ""  # of the gather, once all have come: step, sleep, park
     has_gathered: bool = False  # in this epoch
+    left: int = 0  # the epoch that it has left because of an error
     asleep: bool = False
     is_broken: bool = False  # the connections of its epoch are shut
     armed: int = 0
@@ -60,6 +61,11 @@ class Rank(NamedTuple):
     inbox: tuple[Message, ...] = ()
     control: tuple[Message, ...] = ()
     outbox: tuple[Message, ...] = ()
+
+    @property
+    def stands_still(self) -> bool:
+        """And says so again from time to time."""
+        return self.left > 0 or self.place == "parked"
 
     @property
     def polls(self) -> bool:
@@ -208,7 +214,7 @@ class State:
         self.members_of = {epoch: members for epoch, members in self.members_of.items() if epoch in epochs}
         self.attempt_of = {epoch: attempt for epoch, attempt in self.attempt_of.items() if epoch in epochs}
         self.joining = {attempt: members for attempt, members in self.joining.items() if attempt in attempts}
-        self.leaves &= self.joining.keys()
+        self.leaves = frozenset(attempt for attempt in self.leaves if attempt in self.joining)
 
 
 @cache

@@ -52,8 +52,7 @@ class Launch:
 class Prepare:
     """To each of `members`, in their order: build the groups of an attempt at `epoch`, fill slots.
 
-    With `leave` the epoch before is over: whoever is still in it leaves it first, so that nobody is in one of its steps
-    when all are prepared.
+    With `leave` the epoch before is over: who is still in it leaves it first, so nobody is in a step of it afterwards.
     """
 
     attempt: int
@@ -138,8 +137,7 @@ Action = Launch | Prepare | Arm | Begin | Forget | Abandon | Drain | Undrain | S
 class Operation:
     """One change of membership. `newcomers` are its own ranks, `leaving` those that go with its commit.
 
-    It ends `done`, or `rolled_back` if it was a planned one and the epoch before goes on, or that of its survivors. A
-    start or a failure has nothing to go back to: it ends `failed` when it is given up, or another has to take over.
+    It ends `done`, or `rolled_back` if it was planned. Others have nothing to go back to, and end `failed` if given up.
     """
 
     number: int
@@ -290,6 +288,8 @@ class Membership:
 
     def rank_parked(self, rank_id: str, attempt: int) -> list[Action]:
         current = self.attempt
+        if self.lives and rank_id in self.members and (current is None or attempt < current.number):
+            return [Forget(attempt, (rank_id,))]  # it has not heard that this attempt is over
         if current is None or current.number != attempt or not current.is_armed or current.is_committed:
             return []
         current.parked.add(rank_id)

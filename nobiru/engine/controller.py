@@ -237,7 +237,8 @@ class Controller:
                 self._report("prepare", partial(prepared, missed_others=message.missed_others))
             case Parked():
                 running = self.operations.running
-                if running is not None and running.stopped_s is None:
+                is_current = machine.attempt is not None and machine.attempt.number == message.attempt
+                if is_current and running is not None and running.stopped_s is None:
                     running.stopped_s = time.monotonic()
                 self._report("park", partial(machine.rank_parked, rank_id, message.attempt))
             case Applied():

@@ -10,6 +10,7 @@ the order of the leader's own doing, what they have to do too. All leave the epo
 
 from __future__ import annotations
 
+import time
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from nobiru.engine.expert_moves import ExpertMoves
 from nobiru.engine.expert_worker import ExpertWorker
-from nobiru.engine.messages import Abandon, Begin, ExpertLoads, Forget, Form, Formed
+from nobiru.engine.messages import Abandon, Begin, ExpertLoads, Forget, Form, Formed, Parked, Suspended
 from nobiru.engine.team import Team
 from nobiru.engine.team_messages import CollectLoads, IdleStep, ToWorker
 from nobiru.engine.team_moves import TeamMoves
@@ -30,6 +31,7 @@ _ARMED = RECORD.index("armed")
 _VERSION = RECORD.index("placement_version")
 # Steps between two reports of where tokens went.
 LOADS_INTERVAL = 16
+SAY_AGAIN_S = 10.0
 
 
 class ExpertMember:
@@ -45,6 +47,8 @@ class ExpertMember:
         self._team = team
         self._preparing = 0  # the attempt, while any worker is at it
         self._formed: list[Formed] = []
+        self._reminder: Suspended | Parked | None = None
+        self._said_s = 0.0  # on the monotonic clock
         self._collected_LE: Tensor | None = None
         self.moves: ExpertMoves | TeamMoves | None = None  # of the present epoch
         self.armed = 0  # for this attempt
@@ -105,6 +109,7 @@ class ExpertMember:
         own_moves = self._own.present.moves
         self.moves = own_moves if self._team is None else TeamMoves(own_moves, self._team)
         self.seq = 0
+        self._remind(None)
         self.is_asleep = self.has_applied = False
 
     def arm(self, attempt: int) -> None:
@@ -122,15 +127,36 @@ class ExpertMember:
         if self._preparing <= attempt:
             self._preparing = 0
         if self.armed <= attempt:
+            if self.is_parked:
+                self._remind(None)
             self.armed, self.is_parked = 0, False
 
-    def leave(self) -> None:
-        """Leave the epoch; whoever is still in one of its exchanges gets a `GroupError`."""
-        attempt = self.attempt
+    def leave(self, error: str | None = None) -> None:
+        """Leave the epoch; whoever is still in one of its exchanges gets a `GroupError`.
+
+        With the `error` of an exchange that failed here, `take_reminder` tells of it.
+        """
+        attempt, epoch = self.attempt, self.epoch
+        if epoch is not None:
+            self._remind(None if error is None else Suspended(epoch=epoch, error=error))
         self._own.leave()
         self._reset()
         if attempt is not None:
             self._tell(Abandon(attempt=attempt))
+
+    def take_reminder(self) -> Suspended | Parked | None:
+        """What the controller has to hear of a rank that stands still: it has parked, or an exchange has failed.
+
+        At once, and again for as long as it stands: a message may get lost, and nobody else need know.
+        """
+        now_s = time.monotonic()
+        if self._reminder is None or now_s < self._said_s + SAY_AGAIN_S:
+            return None
+        self._said_s = now_s
+        return self._reminder
+
+    def _remind(self, of: Suspended | Parked | None) -> None:
+        self._reminder, self._said_s = of, -SAY_AGAIN_S
 
     def _reset(self) -> None:
         self.armed, self.is_parked, self.has_switched = 0, False, False
@@ -173,6 +199,7 @@ class ExpertMember:
             self._collected_LE = self._own.collect_loads()
         if self.armed and bool((records_Rn[:, _ARMED] == self.armed).all()):
             self.is_parked = True
+            self._remind(Parked(attempt=self.armed))
             return "park"
         self.is_before_step = False
         return "sleep" if self.is_asleep else "step"

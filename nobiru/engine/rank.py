@@ -45,13 +45,11 @@ from nobiru.engine.messages import (
     Idle,
     Loaded,
     MoveExperts,
-    Parked,
     Probe,
     ProbeDone,
     StartFailed,
     StepDone,
     Stop,
-    Suspended,
     Switched,
     Vacate,
     Wake,
@@ -130,8 +128,6 @@ class RankServer:
             if what != "step":
                 if plan is not None:
                     self._core.scheduler.abandon(plan)
-                if what == "park":
-                    self._send(Parked(attempt=member.armed))
                 return None
             if plan is not None:
                 return self._core.run(plan)
@@ -140,9 +136,8 @@ class RankServer:
             if plan is not None and member.is_before_step:
                 self._core.scheduler.abandon(plan)
             logger.warning("leaving epoch %d: %s", epoch, error)
-            member.leave()
+            member.leave(str(error))
             self._recorder.step_ends()
-            self._send(Suspended(epoch=epoch, error=str(error)))
         return None
 
     def _say_applied(self, member: ExpertMember) -> None:
@@ -154,6 +149,8 @@ class RankServer:
         """What the controller has to know of preparations, moves and loads."""
         if (formed := member.take_prepared()) is not None:
             self._send(formed)
+        if (reminder := member.take_reminder()) is not None:
+            self._send(reminder)
         if member.moves is None:
             return
         if (outcome := member.moves.take_outcome()) is not None:

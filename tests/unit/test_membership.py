@@ -233,6 +233,13 @@ def test_answers_that_got_lost_do_not_keep_an_operation_open() -> None:
     assert machine.latest.origin == "failure", "nobody has begun the epoch"
 
 
+def test_who_has_parked_for_an_attempt_that_is_over_is_told() -> None:
+    machine = serving(1).machine
+    machine.request(size=2)
+    machine.cancel()
+    assert machine.rank_parked("r0", 2) == [Forget(2, ("r0",))]
+
+
 def test_a_start_that_is_given_up_has_failed() -> None:
     machine = at_start(2).machine
     machine.give_up("no such model")

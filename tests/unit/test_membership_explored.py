@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from membership_broken import Broken
-from membership_explorer import CONFIGURATIONS, LARGE, explore
+from membership_explorer import CONFIGURATIONS, LARGE, digest, explore
 from membership_model import World, at_start, serving
 from membership_state import Budget, Request
 
-from nobiru.elastic.membership import Action, Membership, Prepare
+from nobiru.elastic.membership import Action, Forget, Membership, Prepare
 
 CHOSEN = {**CONFIGURATIONS, **(LARGE if os.environ.get("NOBIRU_EXPLORE") else {})}
 
@@ -24,6 +25,17 @@ CHOSEN = {**CONFIGURATIONS, **(LARGE if os.environ.get("NOBIRU_EXPLORE") else {}
 def test_one_epoch_serves_in_the_end_on_all_ways(name: str) -> None:
     explored = explore(CHOSEN[name]())
     assert explored.num_at_rest > 0
+
+
+def test_what_happens_to_a_copy_of_a_world_does_not_happen_to_the_world() -> None:
+    """Else states would be taken for others."""
+    chance = random.Random(1)
+    world = serving(2, Budget(1, 1, 1, 1, 1, 1), requests=(Request(1),), writer="r1")
+    for _ in range(300):
+        before = digest(world)
+        following = [world.happen(event) for event in (*world.normal_events(), *world.faults())]
+        assert digest(world) == before
+        world = chance.choice(following)
 
 
 # ---- machines that are wrong are found out ---------------------------------------------------------------------------
@@ -55,6 +67,10 @@ def sets_no_timer_for_parking(machine: Membership, name: str, number: int) -> li
     return [] if name == "park" else TIMER(machine, name, number)
 
 
+def tells_nothing_to_who_parked_in_vain(machine: Membership, rank_id: str, attempt: int) -> list[Action]:
+    return [each for each in PARKED(machine, rank_id, attempt) if not isinstance(each, Forget)]
+
+
 PARKED, FORGET, TIMER = Membership.rank_parked, Membership._forget_attempt, Membership.timer
 PREPARED, BEGIN_TO_PREPARE = Membership.rank_prepared, Membership._prepare_if_loaded
 SHRINK = (Request(1),)
@@ -81,6 +97,12 @@ WRONG: dict[str, tuple[str, Callable[..., list[Action]], World, str]] = {
         "timer",
         sets_no_timer_for_parking,
         serving(2, Budget(losses=1), requests=SHRINK),
+        "come to rest",
+    ),
+    "tells nothing to who parked in vain": (
+        "rank_parked",
+        tells_nothing_to_who_parked_in_vain,
+        serving(1, Budget(cancels=1, losses=1), requests=SHRINK),
         "come to rest",
     ),
     "lets survivors prepare before they leave": (
