@@ -184,7 +184,9 @@ def test_a_rank_reads_its_own_experts_only(
     num_layers, num_experts = parts_of(whole).num_layers, parts_of(whole).num_experts
     read: list[int] = []
     original = StoredExperts.read
-    monkeypatch.setattr(StoredExperts, "read", lambda self, expert: read.append(expert) or original(self, expert))
+    monkeypatch.setattr(
+        StoredExperts, "read", lambda self, expert, **how: read.append(expert) or original(self, expert, **how)
+    )
     halves = [range(0, num_experts // 2), range(num_experts // 2, num_experts)]
     slots = [np.tile(np.array([-1, *half]), (num_layers, 1)) for half in halves]
     models = [load_causal(one, FLOAT32, CPU, slots=slots_LS) for slots_LS in slots]
