@@ -13,7 +13,6 @@ import torch
 
 from nobiru import machine
 from nobiru.errors import ConfigError
-from nobiru.machine import describe_bytes
 from nobiru.ops.paged_layout import LayerCache
 
 # Shares of the free memory that the cache takes when nobody says otherwise. On a CPU the memory belongs to other
@@ -121,12 +120,12 @@ def _too_small(
 ) -> ConfigError:
     needed = (-(-max_model_len // shape.block_size) + budget.num_spare_blocks) * shape.block_bytes
     has = (
-        f"{describe_bytes(budget.free_bytes)} are free, of which the KV cache may take {budget.share:.0%}, "
-        f"{describe_bytes(allowed)}"
+        f"{machine.describe_bytes(budget.free_bytes)} are free, of which the KV cache may take {budget.share:.0%}, "
+        f"{machine.describe_bytes(allowed)}"
         if budget.memory_bytes is None
-        else f"kv_cache_memory_bytes is {allowed} ({describe_bytes(allowed)})"
+        else f"kv_cache_memory_bytes is {allowed} ({machine.describe_bytes(allowed)})"
     )
-    remedy = f"set kv_cache_memory_bytes to at least {needed} ({describe_bytes(needed)})"
+    remedy = f"set kv_cache_memory_bytes to at least {needed} ({machine.describe_bytes(needed)})"
     if num_blocks:
         remedy += f", or max_model_len to {num_blocks * shape.block_size} at most"
     return ConfigError(

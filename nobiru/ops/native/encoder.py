@@ -156,7 +156,7 @@ class ArrangedMatrix:
         return _Matrix(*pointers, self.num_in, self.num_out)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ArrangedLayer:
     """The matrices of one layer, and its two normalizations as float32 weight, bias and epsilon."""
 
@@ -167,7 +167,9 @@ class ArrangedLayer:
     attention_norm: tuple[Tensor, Tensor, float]
     output_norm: tuple[Tensor, Tensor, float]
 
-    def as_struct(self) -> _Layer:
+    @functools.cached_property
+    def struct(self) -> _Layer:
+        """What the kernels read, made once; it points to the tensors above."""
         matrices = (each.as_struct() for each in (self.qkv, self.out, self.up, self.down))
         norms = (_Norm(_address(w), _address(b), eps) for w, b, eps in (self.attention_norm, self.output_norm))
         return _Layer(*matrices, *norms)
@@ -287,7 +289,7 @@ class EncoderKernels:
         assert bias_HMM is None or (bias_HMM.is_contiguous() and bias_HMM.dtype == torch.float32)
         states = hidden_TC.clone(memory_format=torch.contiguous_format)
         runs = plan_runs(np.diff(starts), num_threads, width)
-        structs = (_Layer * len(layers))(*(layer.as_struct() for layer in layers))
+        structs = (_Layer * len(layers))(*(layer.struct for layer in layers))
         arguments = _Encoder(
             ctypes.addressof(structs),
             states.data_ptr(),

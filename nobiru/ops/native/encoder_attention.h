@@ -73,22 +73,7 @@ static void multiply_pairs(const struct factors *f) {
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_TILES 1
-/* The compiler does not know that a tile is loaded from memory: what was stored has to be there before. */
-#define STORED() __asm__ volatile("" ::: "memory")
-
-/* All eight tiles are 16 rows of 64 bytes. Tiles 0 to 3 are sums, 4 and 5 rows of a, 6 and 7 columns of b. */
-static void begin_tiles(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } shapes __attribute__((aligned(64))) = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) shapes.rows[tile] = 16, shapes.row_bytes[tile] = 64;
-    STORED();
-    _tile_loadconfig(&shapes);
-}
-
-/* By the instruction DOT, for elements of any kind; c has as many rows as whole tiles. */
+/* All eight tiles are whole. By the instruction DOT, for elements of any kind; c has as many rows as whole tiles. */
 #define MULTIPLY_TILES(NAME, DOT)                                                                                      \
     static void NAME(const struct factors *f) {                                                                        \
         const char *upper = f->a, *lower = upper + 16 * f->a_stride, *left = f->left, *right = f->right;               \
@@ -403,7 +388,7 @@ static void attend_packed_task(void *arguments, long task) {
     struct heads *a = arguments;
     long part = task;
 #ifdef HAS_TILES
-    if (a->uses_tiles) begin_tiles();
+    if (a->uses_tiles) declare_tiles(TILE_ROWS, TILE_ROWS);
 #endif
     if (attend_head(a, part / a->heads, part % a->heads)) a->failed = 1;
 #ifdef HAS_TILES

@@ -333,7 +333,7 @@ static int take_part_memory(const struct encoder *e, struct part_memory *memory)
 
 static void begin_part(const struct encoder *e) {
 #ifdef HAS_TILES
-    if (e->uses_tiles) begin_tiles();
+    if (e->uses_tiles) declare_tiles(TILE_ROWS, TILE_ROWS);
 #endif
     (void)e;
 }

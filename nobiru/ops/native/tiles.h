@@ -16,6 +16,9 @@
 /* Rows whose inputs stay in the second cache while all panels of a part pass by. */
 #define ROWS_AT_ONCE 256
 
+/* The compiler does not know that a tile is loaded from memory: what was stored has to be there before. */
+#define STORED() __asm__ volatile("" ::: "memory")
+
 static int tiles_allowed;
 
 /* Whether this process may use tiles; asks for it first. */
@@ -39,6 +42,7 @@ static void declare_tiles(int upper, int lower) {
         int rows = tile >= 6 ? TILE_PAIRS : tile == 2 || tile == 3 || tile == 5 ? lower : upper;
         shapes.rows[tile] = (uint8_t)(rows ? rows : 1), shapes.row_bytes[tile] = 64;
     }
+    STORED();
     _tile_loadconfig(&shapes);
 }
 

@@ -12,6 +12,7 @@ static void declare_scores(int group) {
         shapes.rows[tile] = TILE_ROWS;
         shapes.row_bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? 64 : 4 * group);
     }
+    STORED();
     _tile_loadconfig(&shapes);
     declared_group = group;
 }
@@ -33,6 +34,7 @@ static int score_by_tiles(const struct attention *a, const bf16 *keys, const str
     for (int g = 0; g < group; g++)
         for (long i = 0; i < size / 2; i++) memcpy((uint32_t *)pairs + i * group + g, heads + g * size + 2 * i, 4);
     declare_scores(group);
+    STORED();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);

@@ -13,6 +13,7 @@ struct tiles_task {
 /* c [rows, columns] (+)= a [rows, depth] @ b; rows and columns in 32s, a row of b holds `b_stride` pairs. */
 static void multiply_in_tiles(const bf16 *a, long a_stride, const uint32_t *b, long b_stride, long depth, float *c,
                               long c_stride, long rows, long columns, int adds) {
+    STORED();
     for (long row = 0; row < rows; row += 32)
         for (long column = 0; column < columns; column += 32) {
             float *upper = c + row * c_stride + column, *lower = upper + 16 * c_stride;
@@ -126,9 +127,7 @@ static void prefill_tiles_task(void *arguments, long task) {
         memcpy(t.q + r * size, (const bf16 *)a->q + token * a->q_stride + head * size, size * sizeof(bf16));
         t.highest[r] = -INFINITY, t.sums[r] = 0;
     }
-    struct tile_shapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) shapes.rows[i] = TILE_ROWS, shapes.row_bytes[i] = 64;
-    _tile_loadconfig(&shapes);
+    declare_tiles(TILE_ROWS, TILE_ROWS);
     long context = tile.position + tile.count;
     long start = a->window && tile.position >= a->window ? tile.position - a->window + 1 : 0;
     for (start -= start % TILE_ROWS; start < context; start += PIECE) {
