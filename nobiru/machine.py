@@ -79,6 +79,16 @@ def prefer_huge_pages(address: int, num_bytes: int) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
 
 
+def return_free_memory() -> None:
+    """Give back to the system what the C library's allocator keeps of memory that was freed.
+
+    Reading a model frees as much as it keeps; without this a process would hold some of it for good.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
     """Instruction sets as `/proc/cpuinfo` names them (`avx2`, `avx512_bf16`, `amx_tile`); empty where it is missing."""
     return parse_cpu_flags(_read(root / "proc/cpuinfo"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from nobiru.frontend.chat import Message
 from nobiru.frontend.frontend import Frontend, Input
 from nobiru.frontend.generation import GenerationFrontend
 from nobiru.generation import GenerationRequest, SamplingParams
+from nobiru.pools import fixed_pool
 from nobiru.request import EncodedPrompts, PoolingParams
 
 T = TypeVar("T")
@@ -45,8 +45,8 @@ class TokenizerPool:
         self.frontend = frontend
         self._long_chars = long_chars
         self._max_queued_chars = max_queued_chars
-        self._short_lane = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize-short")
-        self._long_lane = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
+        self._short_lane = fixed_pool(num_threads, "tokenize-short")
+        self._long_lane = fixed_pool(1, "tokenize-long")
         self._is_closed = False
         self.num_queued_chars = 0
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nobiru import machine
 from nobiru.errors import ModelFolderError, NobiruError
 from nobiru.folder.spec import ModelFolder
 from nobiru.generation import CausalInput, SampledToken, SampleRequest
@@ -133,6 +134,7 @@ class CausalRunner:
         place = torch.device(kind)
         with torch.inference_mode():
             model = load_causal(folder, precision, place, slots=slots, group=group)
+        machine.return_free_memory()
         samples = folder.task == "generate" and (group is None or group.shard.index == 0)
         sampler = Sampler(folder, vocab_size=model.vocab_size, device=place) if samples else None
         return cls(folder, model, sampler, precision, place, max_model_len)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from nobiru import machine
 from nobiru.config import Quantization
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.pooling import Pooler
@@ -69,6 +70,7 @@ class PoolingRunner:
         place = torch.device(kind)
         with torch.inference_mode():
             encoder = load_encoder(folder, precision, place)
+        machine.return_free_memory()
         return cls(folder, encoder, precision, place, max_model_len)
 
     def run(self, sequences: Sequence[SequenceInput]) -> list[Vectors]:

@@ -6,6 +6,7 @@ describes them at /docs and /openapi.json, and serves what the gate does not kno
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -23,6 +24,7 @@ from nobiru.config import SchedulingPolicy, ServerConfig
 from nobiru.errors import MethodNotAllowedError, NobiruError, NotFoundError
 from nobiru.folder.spec import ModelFolder
 from nobiru.metrics import AutoscalerMetrics, Metrics
+from nobiru.pools import fixed_pool
 from nobiru.serving import openapi
 from nobiru.serving.admission import Admission
 from nobiru.serving.autoscaler import Autoscaler
@@ -37,6 +39,8 @@ from nobiru.serving.services import Services
 from nobiru.serving.tokenize import TokenizeRoutes
 
 log = logging.getLogger("nobiru.server")
+
+NUM_WAITERS = 4
 
 
 class RawRoute(APIRoute):
@@ -119,6 +123,8 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # For short waits, most of all for the ends of processes.
+        asyncio.get_running_loop().set_default_executor(fixed_pool(NUM_WAITERS, "wait"))
         try:
             try:
                 await client.start()

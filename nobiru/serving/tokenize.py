@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from nobiru.errors import InvalidRequestError
 from nobiru.frontend.pool import num_chat_chars
+from nobiru.pools import fixed_pool
 from nobiru.serving.admission import estimate_tokens
 from nobiru.serving.body import read_object
 from nobiru.serving.chat_request import CHAT, read_messages, read_template_options
@@ -38,7 +38,7 @@ class TokenizeRoutes:
     def __init__(self, services: Services) -> None:
         self._services = services
         # A thread of its own, so that looking at tokens never stands in the way of other requests.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-route")
+        self._thread = fixed_pool(1, "tokenize-route")
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat, with their strings when asked for."""

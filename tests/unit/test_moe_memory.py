@@ -11,15 +11,14 @@ import pytest
 import torch
 import transformers
 
-NUM_EXPERTS, NUM_LAYERS, HIDDEN, INTERMEDIATE = 8, 2, 256, 1024
+NUM_EXPERTS, NUM_LAYERS, HIDDEN, INTERMEDIATE = 8, 2, 256, 4096  # large beside what the allocator keeps for itself
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 4 * NUM_LAYERS
 SCRIPT = """
 import json, sys
 from pathlib import Path
 import numpy as np, torch
 from nobiru.folder.read import read_folder
-from nobiru.models.registry import load_causal
-from nobiru.models.weights import FLOAT32
+from nobiru.runner.causal import CausalRunner
 
 def kib(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -30,9 +29,11 @@ def choose(num_layers, num_experts):
     return np.tile(np.where(own < int(sys.argv[2]), own, -1), (num_layers, 1))
 
 torch.set_num_threads(1)
-before = kib("VmRSS")
-model = load_causal(read_folder(Path(sys.argv[1])), FLOAT32, torch.device("cpu"), slots=choose)
-print(json.dumps({"now": 1024 * (kib("VmRSS") - before), "peak": 1024 * (kib("VmHWM") - before)}))
+before = kib("RssAnon")
+folder = read_folder(Path(sys.argv[1]))
+runner = CausalRunner.load(folder, dtype="float32", device="cpu", max_model_len=128, slots=choose)
+now, peak = kib("RssAnon"), kib("VmHWM") - kib("RssFile")  # of libraries as much is mapped as the cache happens to hold
+print(json.dumps({"now": 1024 * (now - before), "peak": 1024 * (peak - before)}))
 """
 
 
@@ -66,5 +67,5 @@ def test_memory_follows_the_experts_of_a_rank(folder: Path) -> None:
         for more, less in ((8, 4), (4, 1)):
             expected = (more - less) * EXPERT_BYTES
             assert abs(found[more][measure] - found[less][measure] - expected) < slack, (measure, found)
-    # What reading needs beside the experts is a few tensors of one of them.
-    assert found[8]["peak"] < found[8]["now"] + 2 * EXPERT_BYTES
+    # What reading needs beside the experts is a few tensors, which the allocator may not reuse at once.
+    assert found[8]["peak"] < found[8]["now"] + 3 * EXPERT_BYTES
