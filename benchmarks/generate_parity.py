@@ -8,7 +8,8 @@ so that some lose their blocks and are computed anew), `prefix` (everything a se
 `ahead` (the next step planned while one runs).
 
 A token that differs is excused only where the reference's logits of the two, on the same text, are within 1e-3. Behind
-an excused one the reference goes on with nobiru's text. Log-probabilities of all chosen tokens are compared too. The
+an excused one the reference goes on with nobiru's text. Log-probabilities of all chosen tokens are compared too. With
+`--reference FILE` the texts of `transformers.generate`, which take longest, are kept there and read the next time. The
 last line is JSON; the exit code is 0 if every mode agrees, 1 if one does not.
 """
 
@@ -118,6 +119,18 @@ def reference_texts(model: Any, prompts: Sequence[list[int]], num_tokens: int) -
             )
         tokens.append(whole[0, len(prompt) :].tolist())
     return Reference(prompts=list(prompts), tokens=tokens)
+
+
+def kept_reference(file: Path | None, model: Any, prompts: Sequence[list[int]], num_tokens: int) -> Reference:
+    """What the file has for these prompts, or else what is then written there."""
+    if file is not None and file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["prompts"] == list(prompts) and all(len(tokens) == num_tokens for tokens in kept["tokens"]):
+            return Reference(**kept)
+    reference = reference_texts(model, prompts, num_tokens)
+    if file is not None:
+        file.write_text(json.dumps(asdict(reference)), encoding="utf-8")
+    return reference
 
 
 @contextmanager
@@ -248,13 +261,14 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--reference", type=Path, help="keep the texts of transformers.generate in this file")
     options = parser.parse_args()
     model = load_reference(options.model)
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     prompts = [tokenizer(text)["input_ids"] for text in make_prompts(options.prompts)]
-    reference = reference_texts(model, prompts, options.tokens)
+    reference = kept_reference(options.reference, model, prompts, options.tokens)
     agreements = []
     for mode in options.modes.split(","):
         agreements.append(run_mode(options.model, mode, reference, model))

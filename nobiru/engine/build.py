@@ -211,7 +211,8 @@ def _make_cache(runner: CausalRunner, config: EngineConfig, folder: ModelFolder,
     )
     if team is not None:
         team.allocate(num_blocks, block_size)
-    runner.allocate_cache(num_blocks, block_size)
+    # A size that somebody chose is meant to be used; a share of what is free may never be.
+    runner.allocate_cache(num_blocks, block_size, takes_memory=config.kv_cache_memory_bytes is not None)
     return BlockPool(num_blocks, block_size)
 
 

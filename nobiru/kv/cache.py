@@ -98,8 +98,13 @@ def default_budget(device: torch.device, *, memory_bytes: int | None = None, sha
     )
 
 
-def allocate_cache(shape: CacheShape, num_blocks: int, device: torch.device) -> list[LayerCache]:
-    """One `LayerCache` per layer, of `num_blocks` blocks of zeros; on a CPU pages take memory when they are written."""
+def allocate_cache(
+    shape: CacheShape, num_blocks: int, device: torch.device, *, takes_memory: bool = False
+) -> list[LayerCache]:
+    """One `LayerCache` per layer, of `num_blocks` blocks of zeros.
+
+    On a CPU pages take memory when they are first written, which slows that step down, or, with `takes_memory`, now.
+    """
     per_layer = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size)
     caches = []
     for _ in range(shape.num_layers):
@@ -108,6 +113,8 @@ def allocate_cache(shape: CacheShape, num_blocks: int, device: torch.device) -> 
             num_bytes = int(np.prod(per_layer)) * shape.dtype.itemsize
             zeros = np.zeros(num_bytes, dtype=np.uint8)
             machine.prefer_huge_pages(zeros.ctypes.data, num_bytes)
+            if takes_memory:
+                machine.take_memory(zeros.ctypes.data, num_bytes)
             memory = torch.from_numpy(zeros).view(shape.dtype).view(per_layer)
         else:
             memory = torch.zeros(per_layer, dtype=shape.dtype, device=device)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nobiru.layers.activation import Activation
+from nobiru.ops.native.decoder import scores
 from nobiru.ops.native.library import Kernels, load_kernels
 from nobiru.ops.scratch import Buffer
 
@@ -109,12 +110,18 @@ class NativeLinear:
         in_pairs = weight_OI.dtype == torch.bfloat16
         halved_OI = weight_OI.to(torch.bfloat16)
         stored_OI = halved_OI if in_pairs or torch.equal(halved_OI.to(weight_OI.dtype), weight_OI) else weight_OI
-        self._weight = kernels.pack(stored_OI, bias_O, in_pairs=in_pairs)
+        self.weight = kernels.pack(stored_OI, bias_O, in_pairs=in_pairs)
+
+    def in_float32(self, x_TI: Tensor, buffer: Buffer | None = None) -> Tensor:
+        """The same without the activation, and not rounded to the dtype of x."""
+        assert self._activation is None
+        y_TO = scores(self._kernels, x_TI, self.weight, buffer)
+        return self(x_TI).float() if y_TO is None else y_TO
 
     def __call__(self, x_TI: Tensor, buffer: Buffer | None = None) -> Tensor:
-        shape = x_TI.shape[0], self._weight.num_out
+        shape = x_TI.shape[0], self.weight.num_out
         y_TO = torch.empty(shape, dtype=x_TI.dtype) if buffer is None else buffer.take(*shape, dtype=x_TI.dtype)
-        self._kernels.linear(x_TI, self._weight, y_TO)
+        self._kernels.linear(x_TI, self.weight, y_TO)
         return y_TO if self._activation is None else self._activation.apply(y_TO)
 
 

@@ -75,7 +75,7 @@ class CausalFallback:
                 self._body(input_ids=token_ids_T[None], position_ids=layout.positions_T[None], use_cache=False)
             )[0]
 
-    def logits(self, hidden_BC: Tensor) -> Tensor:
+    def logits(self, hidden_BC: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Hidden states [B, C] → scores [B, V] in float32."""
         assert self._head is not None, "an embedding model has no head"
         return self._head.logits(hidden_BC)
@@ -106,7 +106,7 @@ class _Head:
         self._given = _GivenHidden(output_class)
         setattr(model, model.base_model_prefix, self._given)
 
-    def logits(self, hidden_BC: Tensor) -> Tensor:
+    def logits(self, hidden_BC: Tensor, scratch: Scratch | None = None) -> Tensor:
         self._given.hidden_1BC = hidden_BC[None]
         any_ids_1B = torch.zeros(1, hidden_BC.shape[0], dtype=torch.int64, device=hidden_BC.device)
         logits_BV: Tensor = self._model(input_ids=any_ids_1B, use_cache=False).logits[0]

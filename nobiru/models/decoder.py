@@ -21,7 +21,8 @@ from nobiru.folder.rope import RopeSpec, read_rope
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.activation import Activation
 from nobiru.layers.decoder_block import Attention, DecoderBlock, FeedForward, GatedMlp, SelfAttention
-from nobiru.layers.linear import Linear, make_linear
+from nobiru.layers.decoder_stack import make_stack
+from nobiru.layers.linear import Linear, NativeLinear, make_linear
 from nobiru.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
 from nobiru.layers.rotary import KINDS, Rotary, side_by_side
 from nobiru.layers.sharding import (
@@ -88,7 +89,8 @@ class DecoderConfig:
 class Decoder:
     """`forward` maps a step's tokens to hidden states, `logits` some of those to scores for the next token.
 
-    `moe` are its MoE layers, if it has any.
+    `moe` are its MoE layers, if it has any. With `is_native` what takes time is done by kernels of our own, with their
+    own threads.
     """
 
     def __init__(
@@ -110,21 +112,18 @@ class Decoder:
         self.dtype = norm.weight_C.dtype
         self._words = words
         self._rotary = rotary
-        self._blocks = blocks
-        self._norm = norm
+        self._stack = make_stack(blocks, norm)
         self._head = head
         self.moe = moe
         self._is_whole = group is None
-
-    @property
-    def is_native(self) -> bool:
-        """Whether what takes time is done by kernels of our own, with their own threads."""
-        kernels = kernels_for(self._norm.weight_C)
-        return kernels is not None and (self.dtype == torch.float32 or kernels.multiplies_pairs)
+        kernels = kernels_for(norm.weight_C)
+        self.is_native = kernels is not None and (self.dtype == torch.float32 or kernels.multiplies_pairs)
 
     @property
     def is_reentrant(self) -> bool:
-        return self._is_whole and (self.moe is None or self.moe.is_reentrant)
+        if self._stack.has_own_threads or not self._is_whole:
+            return False
+        return self.moe is None or self.moe.is_reentrant
 
     def forward(
         self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
@@ -132,14 +131,15 @@ class Decoder:
         """Hidden states [T, C] behind the last norm, in memory of their own; keys and values go into the cache."""
         hidden_TC = self._words(token_ids_T).to(self.dtype)
         turns_T1P = self._rotary.turns_at(layout.positions_T)
-        for block, layer_cache in zip(self._blocks, cache, strict=True):
-            block(hidden_TC, turns_T1P, layout, layer_cache, scratch)
-        return self._norm(hidden_TC)
+        return self._stack(hidden_TC, turns_T1P, layout, cache, scratch)
 
-    def logits(self, hidden_BC: Tensor) -> Tensor:
-        """Hidden states [B, C] → scores [B, V] in float32."""
+    def logits(self, hidden_BC: Tensor, scratch: Scratch | None = None) -> Tensor:
+        """Hidden states [B, C] → scores [B, V] in float32, perhaps in the scratch's memory."""
         assert self._head is not None, "an embedding model has no head"
-        return self._head(hidden_BC).float()
+        head = self._head
+        if isinstance(head, NativeLinear):
+            return head.in_float32(hidden_BC, scratch.scores if scratch else None)
+        return head(hidden_BC).float()
 
 
 def read_decoder(

@@ -71,8 +71,8 @@ class CausalModel(Protocol):
     ) -> Tensor:
         """Token ids [T] → hidden states [T, C] behind the last norm; keys and values go into the cache."""
 
-    def logits(self, hidden_BC: Tensor) -> Tensor:
-        """Hidden states [B, C] → scores for the next token [B, V] in float32."""
+    def logits(self, hidden_BC: Tensor, scratch: Scratch | None = None) -> Tensor:
+        """Hidden states [B, C] → scores for the next token [B, V] in float32, perhaps in the scratch's memory."""
 
 
 Loader = Callable[[ModelFolder, Precision, torch.device], Encoder]

@@ -103,24 +103,20 @@ def _decode_natively(
     rows = decode_rows(layout)
     if rows is None:
         return
-    q_nHD = q_THD[rows.tokens_n]
-    if q_nHD.stride()[1:] != (q_nHD.shape[2], 1):
-        q_nHD = q_nHD.contiguous()
-    in_place = isinstance(rows.tokens_n, slice)
-    out_nHD = out_THD[rows.tokens_n] if in_place else torch.empty(q_nHD.shape, dtype=q_nHD.dtype)
+    if q_THD.stride()[1:] != (q_THD.shape[2], 1):
+        q_THD = q_THD.contiguous()
     kernels.attend(
-        q_nHD,
+        q_THD,
         cache.keys_NSKD,
         cache.values_NSKD,
         rows.block_table_nM,
         rows.contexts_n,
-        out_nHD,
+        out_THD,
         scale=scale,
         window=window,
         softcap=softcap,
+        tokens_n=rows.tokens_n,
     )
-    if not in_place:
-        out_THD[rows.tokens_n] = out_nHD
 
 
 def paged_attention_path(device: torch.device, dtype: torch.dtype, head_size: int) -> str:

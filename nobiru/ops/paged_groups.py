@@ -64,10 +64,10 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRows:
-    """All sequences with one token, for a kernel that follows block tables: their places in the batch, blocks [n, M]
-    and contexts [n], both int32."""
+    """All sequences with one token, for a kernel that follows block tables: their places in the batch (int64), blocks
+    [n, M] and contexts [n], both int32."""
 
-    tokens_n: Tensor | slice
+    tokens_n: Tensor
     block_table_nM: Tensor
     contexts_n: Tensor
 
@@ -117,7 +117,7 @@ def _decode_rows(layout: PagedLayout) -> DecodeRows | None:
         return None
     width = int(layout.num_blocks_B[rows].max())
     return DecodeRows(
-        tokens_n=_places(layout, layout.ends_B[rows] - 1),
+        tokens_n=layout.to_device(layout.ends_B[rows] - 1),
         block_table_nM=layout.to_device(np.ascontiguousarray(layout.block_table_BM[rows, :width], dtype=np.int32)),
         contexts_n=layout.to_device(layout.contexts_B[rows].astype(np.int32)),
     )

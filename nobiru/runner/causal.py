@@ -174,13 +174,13 @@ class CausalRunner:
                 return block_size
         return requested
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        """`num_blocks` for sequences; what an earlier cache held is gone."""
+    def allocate_cache(self, num_blocks: int, block_size: int, *, takes_memory: bool = False) -> None:
+        """`num_blocks` for sequences; what an earlier cache held is gone. `takes_memory` as in `nobiru.kv.cache`."""
         self._cache, self._graphs = [], None
         shape = self.cache_shape(block_size)
         on_cuda = self._device.type == "cuda"
         # Padding rows of captured steps write into one block more, which no sequence gets.
-        self._cache = allocate_cache(shape, num_blocks + on_cuda, self._device)
+        self._cache = allocate_cache(shape, num_blocks + on_cuda, self._device, takes_memory=takes_memory)
         # Experts' row counts are read on the host, which cannot be captured.
         is_fixed = self._model.moe is None
         if on_cuda and is_fixed and block_table_serves(self._device, shape.dtype, shape.head_size, block_size):
@@ -287,7 +287,7 @@ class CausalRunner:
         with torch.inference_mode():
             with together:
                 hidden_TC = self._hidden_states(batch)
-                logits_BV = self._model.logits(_last_rows(hidden_TC, batch, sampling)) if sampling else None
+                logits_BV = self._logits(_last_rows(hidden_TC, batch, sampling)) if sampling else None
             return _Computed(
                 sampled=[numbers[place] for place in sampling],
                 logits_BV=logits_BV,
@@ -300,6 +300,9 @@ class CausalRunner:
         if captured_TC is not None:
             return captured_TC
         return self._model.forward(batch.token_ids_T, batch.layout, self._cache, self._scratch())
+
+    def _logits(self, rows_RC: Tensor) -> Tensor:
+        return self._model.logits(rows_RC, self._scratch())
 
     def _pool(self, rows_RC: Tensor, batch: CausalBatch, places: list[int]) -> list[Vectors]:
         """Last-token pooling, and the modules behind it."""

@@ -104,7 +104,7 @@ def test_only_those_that_ask_get_something(llama: Path) -> None:
     step = [part(text, own, 0, text.size, **wish) for text, own, wish in zip(some, blocks, wishes, strict=True)]
     rows: list[int] = []
     logits = runner._model.logits
-    runner._model.logits = lambda hidden_BC: rows.append(len(hidden_BC)) or logits(hidden_BC)  # type: ignore[method-assign,func-returns-value]
+    runner._model.logits = lambda hidden_BC, _: rows.append(len(hidden_BC)) or logits(hidden_BC)  # type: ignore[method-assign,func-returns-value]
     results = runner.run(step)
     assert [result is not None for result in results] == [False, True, False, True, False]
     assert rows == [2]

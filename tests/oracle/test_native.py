@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobiru.ops.native import library
+from nobiru.ops.native import compiler, library
 from nobiru.ops.native.library import Kernels, load_kernels
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -26,13 +26,13 @@ needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C co
 def avx2(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The kernels as a processor with AVX2 only gets them; other tests take what this one gets."""
     target = tmp_path_factory.mktemp("kernels") / "avx2.so"
-    options = [option for option in library._OPTIONS if not option.startswith("-march")]
+    options = [option for option in compiler._OPTIONS if not option.startswith("-march")]
     command = [
         "gcc",
         *options,
         "-march=haswell",
-        f"-I{library._SOURCE.parent}",
-        str(library._SOURCE),
+        f"-I{compiler._SOURCE.parent}",
+        str(compiler._SOURCE),
         "-o",
         str(target),
         "-lm",
@@ -218,7 +218,7 @@ class TestLoading:
         assert self.load(caplog)[0] is not None
         (compiled,) = cache.iterdir()
         assert compiled.suffix == ".so" and cache.stat().st_mode & 0o777 == 0o700
-        monkeypatch.setattr(library, "_compile", lambda command: pytest.fail("compiled again"))
+        monkeypatch.setattr(compiler, "_compile", lambda command: pytest.fail("compiled again"))
         assert self.load(caplog)[0] is not None
 
     @needs_compiler
@@ -244,7 +244,7 @@ class TestLoading:
 
     def test_turned_off(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NOBIRU_NATIVE_KERNELS", "0")
-        monkeypatch.setattr(library, "_compiled", lambda: pytest.fail("compiled"))
+        monkeypatch.setattr(library, "compiled", lambda: pytest.fail("compiled"))
         assert self.load(caplog)[0] is None
 
     @needs_compiler
@@ -259,7 +259,7 @@ class TestLoading:
         self, source: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "kernels.c").write_text(source)
-        monkeypatch.setattr(library, "_SOURCE", tmp_path / "kernels.c")
+        monkeypatch.setattr(compiler, "_SOURCE", tmp_path / "kernels.c")
         kernels, text = self.load(caplog)
         assert kernels is None and said in text
 
@@ -267,17 +267,17 @@ class TestLoading:
     def test_wrong_products_are_noticed(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        text = library._SOURCE.read_text()
-        for header in library._HEADERS:
+        text = compiler._SOURCE.read_text()
+        for header in compiler._HEADERS:
             shutil.copy(header, tmp_path)
         (tmp_path / "kernels.c").write_text(text.replace("sums[r][1] += value * w1;", "sums[r][1] -= value * w1;"))
-        monkeypatch.setattr(library, "_SOURCE", tmp_path / "kernels.c")
+        monkeypatch.setattr(compiler, "_SOURCE", tmp_path / "kernels.c")
         kernels, said = self.load(caplog)
         assert kernels is None and "wrong product" in said
 
     @needs_compiler
     def test_a_compiler_that_hangs(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "_COMPILER_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(compiler, "_COMPILER_TIMEOUT_S", 0.01)
         kernels, said = self.load(caplog)
         assert kernels is None and "timed out" in said
 

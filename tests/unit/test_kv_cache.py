@@ -95,11 +95,20 @@ def test_allocated_layers_are_apart_and_zero(dtype: torch.dtype) -> None:
     assert sum(each.nbytes for each in tensors) == 5 * shape.block_bytes
 
 
-def test_blocks_take_memory_when_they_are_written() -> None:
-    def resident_bytes() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
 
+
+def test_blocks_take_memory_at_once_when_asked_to() -> None:
+    shape = CacheShape(num_layers=2, num_kv_heads=8, head_size=64, dtype=torch.float32, block_size=16)
+    before = resident_bytes()
+    caches = allocate_cache(shape, 2**27 // shape.block_bytes, CPU, takes_memory=True)
+    assert resident_bytes() - before > 0.9 * 2**27
+    assert not any(cache.keys_NSKD.any() or cache.values_NSKD.any() for cache in caches)
+
+
+def test_blocks_take_memory_when_they_are_written() -> None:
     shape = CacheShape(num_layers=1, num_kv_heads=8, head_size=64, dtype=torch.float32, block_size=16)
     before = resident_bytes()
     (cache,) = allocate_cache(shape, 2**30 // shape.block_bytes, CPU)

@@ -26,7 +26,7 @@ from nobiru.ops.native.library import Kernels, load_kernels
 from nobiru.ops.quantize import quantize_rows
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
-_GRAIN = 32  # sizes of matrices have to be multiples of this
+GRAIN = 32  # sizes of matrices have to be multiples of this
 _TILE_BYTES = 64
 # A run of about so many tokens keeps a small model's hidden states in a core's cache, and reads weights seldom enough.
 _RUN_TOKENS = 256
@@ -38,10 +38,11 @@ class Arithmetic(enum.IntEnum):
     """What multiplies, by the numbers that the source has. Names are the processor flags that are needed."""
 
     FLOATS = 0
-    AVX512_BF16 = 1
-    AMX_BF16 = 2
-    AVX512_VNNI = 3
-    AMX_INT8 = 4
+    HALVED = 1  # rows of float32 by weights that bfloat16 holds exactly
+    AVX512_BF16 = 2
+    AMX_BF16 = 3
+    AVX512_VNNI = 4
+    AMX_INT8 = 5
 
     @property
     def is_int8(self) -> bool:
@@ -56,7 +57,7 @@ def choose_arithmetic(
     `instructions` are those that may be used, as the processor's flags name them.
     """
     sizes = list(sizes)
-    if any(size % _GRAIN for size in sizes):
+    if any(size % GRAIN for size in sizes):
         return None
     if dtype == torch.bfloat16 and "avx512_bf16" not in instructions:
         return None
@@ -85,15 +86,15 @@ def plan_runs(lengths_B: NDArray[np.int64], num_threads: int, width: int) -> NDA
     bounds = np.unique(np.concatenate(([0], cuts, [num_seqs])))
     work = np.diff(np.concatenate(([0], work_B))[bounds])
     is_even = int(work.max()) * num_threads <= _MAX_IMBALANCE * int(work_B[-1])
-    return bounds if is_even and num_tokens >= _GRAIN * num_threads else np.array([0, num_seqs])
+    return bounds if is_even and num_tokens >= GRAIN * num_threads else np.array([0, num_seqs])
 
 
-class _Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """`struct matrix` of the source."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "sums")),
-        *((name, ctypes.c_long) for name in ("inputs", "outputs")),
+        *((name, ctypes.c_long) for name in ("inputs", "outputs", "by")),
     )
 
 
@@ -107,7 +108,7 @@ class _Layer(ctypes.Structure):
     """`struct layer` of the source."""
 
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, MatrixStruct) for name in ("qkv", "out", "up", "down")),
         *((name, _Norm) for name in ("attention_norm", "output_norm")),
     )
 
@@ -150,10 +151,11 @@ class ArrangedMatrix:
     sums_O: Tensor | None
     num_in: int
     num_out: int
+    arithmetic: Arithmetic
 
-    def as_struct(self) -> _Matrix:
-        pointers = (_address(each) for each in (self.panels, self.bias_O, self.scales_O, self.sums_O))
-        return _Matrix(*pointers, self.num_in, self.num_out)
+    def as_struct(self) -> MatrixStruct:
+        pointers = (address(each) for each in (self.panels, self.bias_O, self.scales_O, self.sums_O))
+        return MatrixStruct(*pointers, self.num_in, self.num_out, self.arithmetic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ class ArrangedLayer:
     def struct(self) -> _Layer:
         """What the kernels read, made once; it points to the tensors above."""
         matrices = (each.as_struct() for each in (self.qkv, self.out, self.up, self.down))
-        norms = (_Norm(_address(w), _address(b), eps) for w, b, eps in (self.attention_norm, self.output_norm))
+        norms = (_Norm(address(w), address(b), eps) for w, b, eps in (self.attention_norm, self.output_norm))
         return _Layer(*matrices, *norms)
 
 
@@ -234,7 +236,7 @@ class EncoderKernels:
             k_THD.data_ptr(),
             v_THD.data_ptr(),
             out_THD.data_ptr(),
-            _address(bias_HMM),
+            address(bias_HMM),
             starts.ctypes.data,
             starts.size - 1,
             num_heads,
@@ -258,7 +260,7 @@ class EncoderKernels:
         if arithmetic.is_int8:
             quantized_OI, scales_O = quantize_rows(weight_OI)
             sums_O = quantized_OI.sum(1, dtype=torch.float32)
-            panels = quantized_OI.view(num_out // _GRAIN, _GRAIN, num_in // 4, 4).transpose(1, 2).contiguous()
+            panels = quantized_OI.view(num_out // GRAIN, GRAIN, num_in // 4, 4).transpose(1, 2).contiguous()
         else:
             panels = self._kernels.pack(weight_OI, None, in_pairs=weight_OI.dtype == torch.bfloat16).panels
         return ArrangedMatrix(
@@ -268,6 +270,7 @@ class EncoderKernels:
             sums_O=sums_O,
             num_in=num_in,
             num_out=num_out,
+            arithmetic=arithmetic,
         )
 
     def encode(
@@ -295,7 +298,7 @@ class EncoderKernels:
             states.data_ptr(),
             starts.ctypes.data,
             runs.ctypes.data,
-            _address(bias_HMM),
+            address(bias_HMM),
             len(layers),
             runs.size - 1,
             width,
@@ -315,7 +318,7 @@ class EncoderKernels:
         return states
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 

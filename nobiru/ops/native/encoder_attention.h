@@ -26,106 +26,6 @@ static void *space(int which, long bytes) {
 
 INLINE long up_to(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-/* ---- products of pairs ----------------------------------------------------------------------------------------------
- *
- * c [16 or 32 rows, 16 or 32 columns] = a @ b. a has `a_stride` bytes from row to row, and `a_step` from 64 bytes of a
- * row to the next 64. b is tiles of 16 rows of 16 pairs, `b_row` bytes from row to row and `b_step` from tile to tile;
- * `left` and `right` are its two columns of tiles.
- */
-
-#ifdef __AVX512BF16__
-struct factors {
-    const void *a, *left, *right; /* right 0: 16 columns */
-    long a_stride, a_step, b_row, b_step, steps, c_stride;
-    int rows;                     /* up to 32 */
-    void *c;
-};
-
-INLINE void pairs_by_vectors(const struct factors *f, const int rows, const int columns, const char *a, char *c) {
-    __m512 sums[8][2];
-    UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-    for (long k = 0; k < 16 * f->steps; k++) {
-        long at = k / 16 * f->b_step + k % 16 * f->b_row;
-        __m512bh left = (__m512bh)_mm512_loadu_si512((const char *)f->left + at), right = left;
-        if (columns == 2) right = (__m512bh)_mm512_loadu_si512((const char *)f->right + at);
-        UNROLL for (int r = 0; r < rows; r++) {
-            int32_t pair;
-            memcpy(&pair, a + r * f->a_stride + k / 16 * f->a_step + k % 16 * 4, 4);
-            __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
-            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], value, left);
-            if (columns == 2) sums[r][1] = _mm512_dpbf16_ps(sums[r][1], value, right);
-        }
-    }
-    UNROLL for (int r = 0; r < rows; r++) {
-        _mm512_storeu_ps(c + r * f->c_stride, sums[r][0]);
-        if (columns == 2) _mm512_storeu_ps(c + r * f->c_stride + 64, sums[r][1]);
-    }
-}
-
-static void multiply_pairs(const struct factors *f) {
-    for (int row = 0; row < f->rows; row += 8) {
-        const char *a = (const char *)f->a + row * f->a_stride;
-        char *c = (char *)f->c + row * f->c_stride;
-        if (f->right) pairs_by_vectors(f, 8, 2, a, c);
-        else pairs_by_vectors(f, 8, 1, a, c);
-    }
-}
-
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define HAS_TILES 1
-/* All eight tiles are whole. By the instruction DOT, for elements of any kind; c has as many rows as whole tiles. */
-#define MULTIPLY_TILES(NAME, DOT)                                                                                      \
-    static void NAME(const struct factors *f) {                                                                        \
-        const char *upper = f->a, *lower = upper + 16 * f->a_stride, *left = f->left, *right = f->right;               \
-        char *c = f->c;                                                                                                \
-        const int two_rows = f->rows > 16;                                                                             \
-        STORED();                                                                                                      \
-        _tile_zero(0);                                                                                                 \
-        if (right) _tile_zero(1);                                                                                      \
-        if (two_rows) {                                                                                                \
-            _tile_zero(2);                                                                                             \
-            if (right) _tile_zero(3);                                                                                  \
-        }                                                                                                              \
-        if (two_rows && right) {                                                                                       \
-            for (long k = 0; k < f->steps; k++, left += f->b_step, right += f->b_step) {                               \
-                _tile_loadd(6, left, f->b_row);                                                                        \
-                _tile_loadd(4, upper + k * f->a_step, f->a_stride);                                                           \
-                DOT(0, 4, 6);                                                                                          \
-                _tile_loadd(7, right, f->b_row);                                                                       \
-                DOT(1, 4, 7);                                                                                          \
-                _tile_loadd(5, lower + k * f->a_step, f->a_stride);                                                           \
-                DOT(2, 5, 6);                                                                                          \
-                DOT(3, 5, 7);                                                                                          \
-            }                                                                                                          \
-        } else {                                                                                                       \
-            for (long k = 0; k < f->steps; k++) {                                                                      \
-                _tile_loadd(6, left + k * f->b_step, f->b_row);                                                        \
-                _tile_loadd(4, upper + k * f->a_step, f->a_stride);                                                           \
-                DOT(0, 4, 6);                                                                                          \
-                if (right) {                                                                                           \
-                    _tile_loadd(7, right + k * f->b_step, f->b_row);                                                   \
-                    DOT(1, 4, 7);                                                                                      \
-                }                                                                                                      \
-                if (two_rows) {                                                                                        \
-                    _tile_loadd(5, lower + k * f->a_step, f->a_stride);                                                       \
-                    DOT(2, 5, 6);                                                                                      \
-                }                                                                                                      \
-            }                                                                                                          \
-        }                                                                                                              \
-        _tile_stored(0, c, f->c_stride);                                                                               \
-        if (f->right) _tile_stored(1, c + 64, f->c_stride);                                                            \
-        if (two_rows) {                                                                                                \
-            _tile_stored(2, c + 16 * f->c_stride, f->c_stride);                                                        \
-            if (f->right) _tile_stored(3, c + 16 * f->c_stride + 64, f->c_stride);                                     \
-        }                                                                                                              \
-        STORED();                                                                                                      \
-    }
-
-MULTIPLY_TILES(multiply_pair_tiles, _tile_dpbf16ps)
-MULTIPLY_TILES(multiply_byte_tiles, _tile_dpbusd)
-#endif
-#endif
-
 /* ---- one head of one sequence ---------------------------------------------------------------------------------------*/
 
 struct heads {
@@ -243,31 +143,6 @@ static int attend_head_f32(const struct heads *a, long start, long length, long 
 }
 
 #ifdef __AVX512BF16__
-/* 16 rows of 16 pairs, turned around. */
-static void turn_square(__m512i *x) {
-    __m512i y[16];
-    UNROLL for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-    }
-    UNROLL for (int i = 0; i < 8; i++) {
-        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    }
-}
-
 /* Keys as tiles [padded / 16][width / 32] of 16 pairs of their values by 16 keys. */
 static void arrange_keys(char *tiles, const bf16 *keys, long stride, long length, long padded, long size, long width) {
     for (long key = 0; key < padded; key += 16)
@@ -294,16 +169,6 @@ static void arrange_values(char *tiles, const bf16 *values, long stride, long le
         }
 }
 
-/* e to the power of x for x <= 0, within 3 parts of a million; what is below -100 counts as that. */
-INLINE __m512 weight_of(__m512 x) {
-    x = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-100.0f)), _mm512_set1_ps(1.44269504f));
-    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
-    __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(0.00956051f), r, _mm512_set1_ps(0.05591704f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.24024981f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.69312197f));
-    return _mm512_scalef_ps(_mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f)), n);
-}
-
 /* As soften_f32, to weights in bfloat16. */
 static float soften_bf16(const float *scores, bf16 *weights, long length) {
     const __m512 low = _mm512_set1_ps(LOWEST), high = _mm512_set1_ps(-LOWEST);
@@ -317,17 +182,6 @@ static float soften_bf16(const float *scores, bf16 *weights, long length) {
         _mm256_storeu_si256((__m256i *)(weights + t), (__m256i)_mm512_cvtneps_pbh(y));
     }
     return 1.0f / _mm512_reduce_add_ps(added);
-}
-
-INLINE void multiply_by(int uses_tiles, const struct factors *f) {
-#ifdef HAS_TILES
-    if (uses_tiles) {
-        multiply_pair_tiles(f);
-        return;
-    }
-#endif
-    (void)uses_tiles;
-    multiply_pairs(f);
 }
 
 /* c [rows, 16 * columns] = a @ b, of `steps` tiles in each of b's columns, which follow each other. */
@@ -387,13 +241,9 @@ static int attend_head(const struct heads *a, long sequence, long head) {
 static void attend_packed_task(void *arguments, long task) {
     struct heads *a = arguments;
     long part = task;
-#ifdef HAS_TILES
-    if (a->uses_tiles) declare_tiles(TILE_ROWS, TILE_ROWS);
-#endif
+    begin_pairs(a->uses_tiles);
     if (attend_head(a, part / a->heads, part % a->heads)) a->failed = 1;
-#ifdef HAS_TILES
-    if (a->uses_tiles) _tile_release();
-#endif
+    end_pairs(a->uses_tiles);
 }
 
 void attend_packed(struct heads *a) { in_parallel(attend_packed_task, a, a->sequences * a->heads, a->threads); }

@@ -10,13 +10,14 @@
  * products is (sum of bytes * weights - zero * sum of weights) * scale of the row * scale of the output.
  */
 
-enum { FLOATS, PAIRS, PAIR_TILES, BYTES, BYTE_TILES };
+/* What multiplies; HALVED: rows of float32 by weights of bfloat16. From BYTES on weights are int8. */
+enum { FLOATS, HALVED, PAIRS, PAIR_TILES, BYTES, BYTE_TILES };
 enum { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU };
 
 struct matrix {
     const void *panels;
     const float *bias, *scales, *sums; /* [outputs]; scales and sums of weights only for int8 */
-    long inputs, outputs;
+    long inputs, outputs, by;
 };
 
 struct norm {
@@ -87,12 +88,23 @@ INLINE vec gelu(const int is_exact, vec x) {
     return x * (vec)(((ivec)y & is_below) | ((ivec)(1.0f - y) & ~is_below));
 }
 
+/* 1 / (1 + e to the power of -x); for rounded results within some 1e-4 of it. */
+INLINE vec sigmoid(const int is_exact, vec x) {
+#ifdef __AVX512BF16__
+    if (!is_exact) {
+        vec power = (vec)weight_of((__m512)-larger(splat(-80.0f), x));
+        return (vec)_mm512_rcp14_ps((__m512)(power + 1.0f));
+    }
+#endif
+    return 1.0f / (1.0f + power_of_e(-x));
+}
+
 INLINE vec activate(const int activation, const int is_exact, vec x) {
     switch (activation) {
         case GELU: return gelu(is_exact, x);
-        case GELU_TANH: return x / (1.0f + power_of_e((x * x * 0.044715f + 1.0f) * x * -1.5957691216f));
+        case GELU_TANH: return x * sigmoid(is_exact, (x * x * 0.044715f + 1.0f) * x * 1.5957691216f);
         case RELU: return larger(x, splat(0.0f));
-        case SILU: return x / (1.0f + power_of_e(-x));
+        case SILU: return x * sigmoid(is_exact, x);
         default: return x;
     }
 }
@@ -166,6 +178,13 @@ static void multiply_panel(int by, const void *panel, const char *all_x, long by
             return;
         }
 #endif
+        case HALVED: {
+            const bf16 *w = panel;
+            const float *x = (const float *)all_x;
+            const long stride = bytes / 4;
+            switch (rows) { ALL_CASES(tile_bf16) }
+            return;
+        }
         default: {
             const float *w = panel, *x = (const float *)all_x;
             const long stride = bytes / 4;
@@ -179,7 +198,7 @@ struct finish {
     int activation, is_half;
     char *values;         /* [rows, outputs] of float32 or bfloat16; or 0 */
     float *added;         /* else [rows, outputs]: */
-    const char *residual; /* plus these values */
+    const char *residual; /* plus these values; without them what was there already */
 };
 
 INLINE void finish_panel(const int of_bytes, const int is_half, const int activation, const int adds,
@@ -203,7 +222,7 @@ INLINE void finish_panel(const int of_bytes, const int is_half, const int activa
             } else {
                 x = load_f32((const float *)sums + from) + bias[half];
             }
-            if (adds) store_f32(to->added + at, x + get(is_half, to->residual, at));
+            if (adds) store_f32(to->added + at, x + (to->residual ? get(is_half, to->residual, at) : load_f32(to->added + at)));
             else set(is_half, to->values, at, activate(activation, !is_half, x));
         }
 }
@@ -230,20 +249,38 @@ static void finish(int of_bytes, const struct matrix *m, const struct inputs *in
     }
 }
 
-/* A linear layer on some rows: panel by panel, so that each is read from memory once for all of them. */
-static void project(int by, const struct matrix *m, const struct inputs *in, long rows, const struct finish *to) {
+INLINE long panel_bytes(const struct matrix *m) {
+    return m->inputs * WIDTH * (m->by == FLOATS ? 4 : m->by < BYTES ? 2 : 1);
+}
+
+/* Rows are multiplied a block at a time: of equal size, or whole tiles and the rest. */
+struct block {
+    long row;
+    int rows;
+};
+INLINE long num_blocks(const struct matrix *m, long rows) { return (rows + rows_at_once(m->by) - 1) / rows_at_once(m->by); }
+INLINE struct block find_block(const struct matrix *m, long number, long blocks, long rows) {
+    long row = is_tiled(m->by) ? 32 * number : number * rows / blocks;
+    long end = is_tiled(m->by) ? row + 32 : (number + 1) * rows / blocks;
+    return (struct block){row, (int)((end < rows ? end : rows) - row)};
+}
+
+/* A linear layer on some rows, of these panels of outputs: one by one, each read from memory once for all rows. */
+static void project_panels(const struct matrix *m, const struct inputs *in, long rows, const struct finish *to,
+                           long first_panel, long last_panel) {
     float sums[32 * WIDTH] __attribute__((aligned(64)));
-    const long panel_bytes = m->inputs * WIDTH * (by == FLOATS ? 4 : by < BYTES ? 2 : 1);
-    const long blocks = (rows + rows_at_once(by) - 1) / rows_at_once(by);
-    const char *panel = m->panels;
-    for (long first = 0; first < m->outputs; first += WIDTH, panel += panel_bytes)
-        for (long block = 0; block < blocks; block++) {
-            long row = is_tiled(by) ? 32 * block : block * rows / blocks;
-            long end = is_tiled(by) ? row + 32 : (block + 1) * rows / blocks;
-            int here = (int)((end < rows ? end : rows) - row);
-            multiply_panel(by, panel, in->rows + row * in->stride, in->stride, here, m->inputs, sums);
-            finish(by >= BYTES, m, in, to, sums, row, here, first);
+    const long blocks = num_blocks(m, rows);
+    for (long panel = first_panel; panel < last_panel; panel++)
+        for (long number = 0; number < blocks; number++) {
+            const struct block b = find_block(m, number, blocks, rows);
+            multiply_panel((int)m->by, (const char *)m->panels + panel * panel_bytes(m), in->rows + b.row * in->stride,
+                           in->stride, b.rows, m->inputs, sums);
+            finish(m->by >= BYTES, m, in, to, sums, b.row, b.rows, panel * WIDTH);
         }
+}
+
+static void project(const struct matrix *m, const struct inputs *in, long rows, const struct finish *to) {
+    project_panels(m, in, rows, to, 0, m->outputs / WIDTH);
 }
 
 /* ---- rows -----------------------------------------------------------------------------------------------------------*/
@@ -273,7 +310,7 @@ static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, lo
 /* Rows [rows, size] as `by` takes them, in `memory` if they have to be others than they are. */
 static struct inputs inputs_of(int by, int is_half, const char *rows_of_values, long rows, long size, char *memory) {
     const long bytes = size * (is_half ? 2 : 4);
-    if (by == FLOATS || by == PAIRS) return (struct inputs){rows_of_values, bytes, 0, 0};
+    if (by < PAIR_TILES) return (struct inputs){rows_of_values, bytes, 0, 0};
     if (by == PAIR_TILES) {
         for (long r = 0; r < rows; r++) {
             const char *from = rows_of_values + r * bytes;
@@ -331,20 +368,6 @@ static int take_part_memory(const struct encoder *e, struct part_memory *memory)
     return 0;
 }
 
-static void begin_part(const struct encoder *e) {
-#ifdef HAS_TILES
-    if (e->uses_tiles) declare_tiles(TILE_ROWS, TILE_ROWS);
-#endif
-    (void)e;
-}
-
-static void end_part(const struct encoder *e) {
-#ifdef HAS_TILES
-    if (e->uses_tiles) _tile_release();
-#endif
-    (void)e;
-}
-
 /* Rows first to first + rows, at most MOST_ROWS of them: hidden states to queries, keys and values. */
 static void project_rows(const struct run *run, long first, long rows) {
     const struct encoder *e = run->e;
@@ -356,7 +379,7 @@ static void project_rows(const struct run *run, long first, long rows) {
     const long row = e->width * value_bytes(e);
     struct inputs in = inputs_of(e->by, e->is_half, run->hidden + first * row, rows, e->width, memory.inputs);
     struct finish to = {NO_ACTIVATION, e->is_half, run->qkv + 3 * first * row, 0, 0};
-    project(e->by, &run->layer->qkv, &in, rows, &to);
+    project(&run->layer->qkv, &in, rows, &to);
 }
 
 /* The same rows: from what attention gave to the layer's hidden states. */
@@ -373,12 +396,12 @@ static void finish_rows(const struct run *run, long first, long rows) {
     struct finish sum = {NO_ACTIVATION, e->is_half, 0, memory.added, hidden};
     struct finish inner = {e->activation, e->is_half, memory.inner, 0, 0};
     struct inputs in = inputs_of(e->by, e->is_half, run->attended + first * row, rows, e->width, memory.inputs);
-    project(e->by, &layer->out, &in, rows, &sum);
+    project(&layer->out, &in, rows, &sum);
     normalize(e->is_half, &layer->attention_norm, memory.added, rows, e->width, hidden);
     in = inputs_of(e->by, e->is_half, hidden, rows, e->width, memory.inputs);
-    project(e->by, &layer->up, &in, rows, &inner);
+    project(&layer->up, &in, rows, &inner);
     in = inputs_of(e->by, e->is_half, memory.inner, rows, e->inner, memory.inputs);
-    project(e->by, &layer->down, &in, rows, &sum);
+    project(&layer->down, &in, rows, &sum);
     normalize(e->is_half, &layer->output_norm, memory.added, rows, e->width, hidden);
 }
 
@@ -408,7 +431,7 @@ static void encode_run(void *arguments, long number) {
         e->failed = 1;
         return;
     }
-    begin_part(e);
+    begin_pairs(e->uses_tiles);
     for (long layer = 0; layer < e->num_layers && !e->failed; layer++) {
         run.layer = e->layers + layer;
         for (long row = 0; row < run.rows; row += MOST_ROWS)
@@ -418,25 +441,25 @@ static void encode_run(void *arguments, long number) {
         for (long row = 0; row < run.rows; row += MOST_ROWS)
             finish_rows(&run, row, run.rows - row < MOST_ROWS ? run.rows - row : MOST_ROWS);
     }
-    end_part(e);
+    end_pairs(e->uses_tiles);
 }
 
 #define ROWS_PART(NAME, STAGE)                                                                                         \
     static void NAME(void *arguments, long part) {                                                                     \
         const struct run *run = arguments;                                                                             \
         const long first = part * run->rows_each, left = run->rows - first;                                            \
-        begin_part(run->e);                                                                                            \
+        begin_pairs(run->e->uses_tiles);                                                                                            \
         STAGE(run, first, left < run->rows_each ? left : run->rows_each);                                              \
-        end_part(run->e);                                                                                              \
+        end_pairs(run->e->uses_tiles);                                                                                              \
     }
 ROWS_PART(project_rows_part, project_rows)
 ROWS_PART(finish_rows_part, finish_rows)
 
 static void attend_part(void *arguments, long task) {
     const struct run *run = arguments;
-    begin_part(run->e);
+    begin_pairs(run->e->uses_tiles);
     if (attend_head(&run->attention, task / run->e->heads, task % run->e->heads)) run->e->failed = 1;
-    end_part(run->e);
+    end_pairs(run->e->uses_tiles);
 }
 
 /* All layers of all sequences as one run, stage by stage on all threads. */

@@ -241,8 +241,15 @@ struct linear {
         return;                                                                                                        \
     }
 #else
+#define tiles_allowed 0
 int32_t allow_tiles(void) { return 0; }
 #define BY_TILES(l, first, last)
+#endif
+#ifdef __AVX512BF16__
+#include "pairs.h"
+#else
+#define begin_pairs(uses_tiles) ((void)0)
+#define end_pairs(uses_tiles) ((void)0)
 #endif
 #define BY_VECTORS(l, first, last)
 
@@ -288,6 +295,7 @@ struct attention {
     void *out;
     const int32_t *block_table; /* [sequences, table_width] */
     const int32_t *contexts;    /* [sequences] */
+    const int64_t *rows;        /* [sequences]: of q and out; 0: one after another */
     long sequences, heads, key_heads, size, block_size, table_width, q_stride, window; /* window 0: none */
     float scale, softcap;                                                              /* softcap 0: none */
     int threads, failed;                                                               /* failed 1: out of memory */
@@ -337,11 +345,18 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
 #define score_by_tiles(a, keys, now, heads, group, scores) 0
 #define end_scores() ((void)0)
 #endif
+#ifdef __AVX512BF16__
+#include "pairs_attention.h"
+#else
+#define score_by_pairs(a, keys, now, heads, group, scores) 0
+#define mix_by_pairs(a, keys, values, now, next, group, scores, shrink, mixed) 0
+#endif
 #define score_by_vectors(a, keys, now, heads, group, scores) 0
+#define mix_by_vectors(a, keys, values, now, next, group, scores, shrink, mixed) 0
 
 /* One piece for GROUP_SIZE query heads of one key head; heads, q, mixed, highest and sums are those of the first. Scores
- * are SCORED some other way, or q times keys here. */
-#define GROUP(NAME, GROUP_SIZE, SCORED, T, LOAD)                                                                       \
+ * are SCORED some other way, or q times keys here, and so are values MIXED. */
+#define GROUP(NAME, GROUP_SIZE, SCORED, MIXED, T, LOAD)                                                                       \
     static void NAME##_##GROUP_SIZE(const struct attention *a, const T *keys, const T *values,                         \
                                     const struct piece *now, const struct piece *next, const T *heads, const float *q, \
                                     float *mixed, float *highest, float *sums) {                                       \
@@ -361,6 +376,7 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         }                                                                                                              \
         for (int g = 0; g < group; g++)                                                                                \
             shrink[g] = weigh(scores[g], now->count, a->softcap, highest + g, sums + g);                               \
+        if (MIXED(a, keys, values, now, next, GROUP_SIZE, scores[0], shrink, mixed)) return;                           \
         for (int i = 0; i < vectors; i++) {                                                                            \
             vec so_far[GROUP_SIZE];                                                                                    \
             UNROLL for (int g = 0; g < group; g++) so_far[g] = load_f32(mixed + g * size + i * LANES) * shrink[g];     \
@@ -377,11 +393,11 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
     }
 
 /* A task is some key heads of one sequence: all of them, so that rows are read as they lie, or one, for more tasks. */
-#define ATTEND(NAME, SCORED, T, LOAD, STORE)                                                                                   \
-    GROUP(NAME, 1, SCORED, T, LOAD)                                                                                            \
-    GROUP(NAME, 2, SCORED, T, LOAD)                                                                                            \
-    GROUP(NAME, 3, SCORED, T, LOAD)                                                                                            \
-    GROUP(NAME, 4, SCORED, T, LOAD)                                                                                            \
+#define ATTEND(NAME, SCORED, MIXED, T, LOAD, STORE)                                                                                   \
+    GROUP(NAME, 1, SCORED, MIXED, T, LOAD)                                                                                            \
+    GROUP(NAME, 2, SCORED, MIXED, T, LOAD)                                                                                            \
+    GROUP(NAME, 3, SCORED, MIXED, T, LOAD)                                                                                            \
+    GROUP(NAME, 4, SCORED, MIXED, T, LOAD)                                                                                            \
     static void NAME##_task(void *arguments, long task) {                                                              \
         struct attention *a = arguments;                                                                               \
         const long tasks_each = a->key_heads / a->keys_each, sequence = task / tasks_each;                             \
@@ -393,8 +409,9 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
             return;                                                                                                    \
         }                                                                                                              \
         const int32_t *table = a->block_table + sequence * a->table_width;                                             \
-        const T *source = (const T *)a->q + sequence * a->q_stride + first_key * per_key * size;                       \
-        T *target = (T *)a->out + (sequence * a->heads + first_key * per_key) * size;                                  \
+        const long place = a->rows ? a->rows[sequence] : sequence;                                                     \
+        const T *source = (const T *)a->q + place * a->q_stride + first_key * per_key * size;                          \
+        T *target = (T *)a->out + (place * a->heads + first_key * per_key) * size;                                     \
         float *q = memory, *mixed = q + heads * size, *highest = mixed + heads * size, *sums = highest + heads;        \
         for (long i = 0; i < heads * size; i += LANES) {                                                               \
             store_f32(q + i, LOAD(source + i) * a->scale);                                                             \
@@ -433,8 +450,8 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         in_parallel(NAME##_task, a, a->sequences * (a->key_heads / a->keys_each), a->threads);                         \
     }
 
-ATTEND(attend_f32, score_by_vectors, float, load_f32, store_f32)
-ATTEND(attend_bf16, score_by_tiles, bf16, load_bf16, store_bf16)
+ATTEND(attend_f32, score_by_vectors, mix_by_vectors, float, load_f32, store_f32)
+ATTEND(attend_bf16, score_by_pairs, mix_by_pairs, bf16, load_bf16, store_bf16)
 
 /* ---- attention of several tokens per sequence -----------------------------------------------------------------------
  *
@@ -558,15 +575,15 @@ static void weigh_row(float *scores, long first, long seen, float softcap, float
         in_parallel(task ? task : NAME##_task, a, a->num_tiles * a->key_heads, a->threads);                            \
     }
 
-#ifdef __AMX_BF16__
-#include "tiles_prefill.h"
+#ifdef __AVX512BF16__
+#include "pairs_prefill.h"
 #else
-#define task_of_tiles(a) 0
+#define task_of_pairs(a) 0
 #endif
-#define task_of_vectors(a) 0
+#define task_of_floats(a) 0
 
-PREFILL(prefill_f32, task_of_vectors, float, load_f32, store_f32)
-PREFILL(prefill_bf16, task_of_tiles, bf16, load_bf16, store_bf16)
+PREFILL(prefill_f32, task_of_floats, float, load_f32, store_f32)
+PREFILL(prefill_bf16, task_of_pairs, bf16, load_bf16, store_bf16)
 
 /* ---- rows -----------------------------------------------------------------------------------------------------------
  *
@@ -690,3 +707,4 @@ void largest_places(const float *x, long stride, int64_t *places, long rows, lon
 #include "experts.h"
 #include "encoder_attention.h"
 #include "encoder_layers.h"
+#include "decoder_layers.h"

@@ -1,11 +1,7 @@
-"""Compiles `kernels.c` for the processor at hand, loads it, and calls it with torch tensors.
+"""Loads the kernels of `kernels.c` and calls them with torch tensors.
 
-Owns the compiler's command, the folder where results are kept, the trial that decides whether they are used, and the
-calling convention. Without a C compiler, or when anything about its result is odd, `load_kernels` gives None and says
-why in the log; callers then stay with torch.
-
-Compiling takes a second or two, once per machine: the result is kept in the user's cache folder under a name that
-depends on the source, the command and the processor. A folder that others could write to is not used.
+Owns the trial that decides whether they are used, and the calling convention. Without a C compiler, or when anything
+about its result is odd, `load_kernels` gives None and says why in the log; callers then stay with torch.
 
 Shape legend: R rows, I input values, O output values, P panels of W outputs, n sequences, H query heads, K key heads,
 D values a head, N blocks of the cache, S slots of a block or of experts, M blocks of the sequence that has most, g
@@ -16,17 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import stat
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,24 +25,10 @@ from torch import Tensor
 
 from nobiru import env, machine
 from nobiru.ops.native import threads
+from nobiru.ops.native.compiler import compiled
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = tuple(
-    _SOURCE.with_name(f"{name}.h")
-    for name in (
-        "parallel",
-        "experts",
-        "tiles",
-        "tiles_attention",
-        "tiles_prefill",
-        "encoder_attention",
-        "encoder_layers",
-    )
-)
-_OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")
-_COMPILER_TIMEOUT_S = 60.0
 _MAX_HEAD_SIZE = 256
 TILE_TOKENS = 32
 # Fewer multiplications than this are not worth a second thread.
@@ -61,11 +36,11 @@ _MIN_PARALLEL_PRODUCTS = 100_000
 _MIN_PARALLEL_VALUES = 30_000
 
 
-class _Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """`struct attention` of the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "block_table", "contexts")),
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "block_table", "contexts", "rows")),
         *(
             (name, ctypes.c_long)
             for name in ("sequences", "heads", "key_heads", "size", "block_size", "table_width", "q_stride", "window")
@@ -78,7 +53,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-class _Prefill(ctypes.Structure):
+class PrefillStruct(ctypes.Structure):
     """`struct prefill` of the source."""
 
     _fields_ = (
@@ -109,7 +84,7 @@ class Kernels:
     """The loaded library. Tensors are on the CPU; rows are contiguous, one row may begin anywhere."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = self.library = library
+        self.library = library
         library.panel_width.restype = ctypes.c_int32
         library.multiplies_bf16_pairs.restype = ctypes.c_int32
         library.allow_tiles.restype = ctypes.c_int32
@@ -131,6 +106,8 @@ class Kernels:
         self._weighted_sum = self._by_dtype(
             "weighted_sum", pointer, pointer, pointer, pointer, number, number, number, flag
         )
+        for function in (library.decode, library.score):
+            function.argtypes, function.restype = (pointer,), None
         self._largest_places = library.largest_places
         self._largest_places.argtypes = (pointer, number, pointer, number, number, flag)
         self._largest_places.restype = None
@@ -216,43 +193,50 @@ class Kernels:
 
     def attend(
         self,
-        q_nHD: Tensor,
+        q_THD: Tensor,
         keys_NSKD: Tensor,
         values_NSKD: Tensor,
         block_table_nM: Tensor,
         contexts_n: Tensor,
-        out_nHD: Tensor,
+        out_THD: Tensor,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
+        tokens_n: Tensor | None = None,
     ) -> None:
-        """One token per sequence over its context, whose last `window` tokens are seen. The last two are int32."""
-        num_seqs, num_heads, head_size = q_nHD.shape
-        assert q_nHD.stride()[1:] == (head_size, 1) and out_nHD.is_contiguous()
+        """One token per sequence over its context, whose last `window` tokens are seen.
+
+        `tokens_n` (int64) are the tokens' rows in q and out; without it there are no others. Contexts and the block
+        table are int32.
+        """
+        num_heads, head_size = q_THD.shape[1:]
+        assert q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous()
+        assert tokens_n is not None or q_THD.shape[0] == contexts_n.shape[0]
         assert keys_NSKD.is_contiguous() and values_NSKD.is_contiguous() and block_table_nM.is_contiguous()
-        arguments = _Attention(
-            q_nHD.data_ptr(),
+        arguments = AttentionStruct(
+            q_THD.data_ptr(),
             keys_NSKD.data_ptr(),
             values_NSKD.data_ptr(),
-            out_nHD.data_ptr(),
+            out_THD.data_ptr(),
             block_table_nM.data_ptr(),
             contexts_n.data_ptr(),
-            num_seqs,
+            None if tokens_n is None else tokens_n.data_ptr(),
+            contexts_n.shape[0],
             num_heads,
             keys_NSKD.shape[2],
             head_size,
             keys_NSKD.shape[1],
             block_table_nM.shape[1],
-            q_nHD.stride(0),
+            q_THD.stride(0),
             window or 0,
             scale,
             softcap or 0.0,
             threads.num_threads(),
         )
-        self._attend[q_nHD.dtype](ctypes.addressof(arguments))
+        self._attend[q_THD.dtype](ctypes.addressof(arguments))
         if arguments.failed:
-            raise MemoryError(f"no memory for attention of {num_seqs} sequences")
+            raise MemoryError(f"no memory for attention of {contexts_n.shape[0]} sequences")
 
     def prefills(self, dtype: torch.dtype, head_size: int) -> bool:
         """Whether `prefill` takes such heads: whole spans of vectors."""
@@ -279,7 +263,7 @@ class Kernels:
         _, num_heads, head_size = q_THD.shape
         assert q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous() and tiles_n4.is_contiguous()
         assert keys_NSKD.is_contiguous() and values_NSKD.is_contiguous() and block_table_BM.is_contiguous()
-        arguments = _Prefill(
+        arguments = PrefillStruct(
             q_THD.data_ptr(),
             keys_NSKD.data_ptr(),
             values_NSKD.data_ptr(),
@@ -394,20 +378,20 @@ class Kernels:
         return True
 
     def _by_dtype(self, name: str, *kinds: type) -> dict[torch.dtype, ctypes._NamedFuncPointer]:
-        functions = {torch.float32: self._library[f"{name}_f32"], torch.bfloat16: self._library[f"{name}_bf16"]}
+        functions = {torch.float32: self.library[f"{name}_f32"], torch.bfloat16: self.library[f"{name}_bf16"]}
         for function in functions.values():
             function.argtypes, function.restype = kinds, None
         return functions
 
     def _declare_linear(self, name: str) -> ctypes._NamedFuncPointer:
-        function = self._library[name]
+        function = self.library[name]
         pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         function.argtypes = (pointer, pointer, pointer, number, pointer, number, number, number, flag)
         function.restype = None
         return function
 
     def _declare_grouped(self, name: str) -> ctypes._NamedFuncPointer:
-        function = self._library[f"grouped_{name}"]
+        function = self.library[f"grouped_{name}"]
         pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         rows = (pointer, number, pointer, number, number, flag)
         function.argtypes = (pointer, number, pointer, pointer, number, *rows)
@@ -433,57 +417,13 @@ def load_kernels() -> Kernels | None:
         return None
     begin_s = time.monotonic()
     try:
-        kernels = Kernels(_compiled())
+        kernels = Kernels(compiled())
         _try(kernels)
     except (OSError, subprocess.SubprocessError, ArithmeticError, AttributeError) as error:
         logger.info("native kernels are not used: %s", error)
         return None
     logger.info("native kernels are ready after %.1f s", time.monotonic() - begin_s)
     return kernels
-
-
-def _compiled() -> ctypes.CDLL:
-    """The library, from the cache folder or made now; OSError or SubprocessError say what is missing."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    flags = machine.cpu_flags()
-    command = (compiler or "gcc", *_OPTIONS)
-    sources = [file.read_text(encoding="utf-8") for file in (_SOURCE, *_HEADERS)]
-    facts = "\n".join((*sources, *command, platform.machine(), *sorted(flags)))
-    name = f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.so"
-    kept_in = env.cache_folder()
-    folder = None if kept_in is None else _own_folder(kept_in / "native")
-    if folder is not None and (folder / name).is_file():
-        return ctypes.CDLL(str(folder / name))
-    if compiler is None:
-        raise OSError("there is no C compiler (gcc or cc)")
-    with tempfile.TemporaryDirectory(prefix="nobiru-") as scratch:
-        target = Path(scratch) / name
-        _compile([*command, f"-I{_SOURCE.parent}", str(_SOURCE), "-o", str(target), "-lm"])
-        if folder is None:
-            return ctypes.CDLL(str(target))  # stays mapped when the file is gone
-        # Into place in one step: another process may be doing the same.
-        beside = folder / f"{name}.{os.getpid()}"
-        shutil.copyfile(target, beside)
-        beside.replace(folder / name)
-    return ctypes.CDLL(str(folder / name))
-
-
-def _compile(command: list[str]) -> None:
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S, check=False)
-    if finished.returncode:
-        first = finished.stderr.strip().splitlines()[:1] or ["no message"]
-        raise OSError(f"the compiler failed ({finished.returncode}): {first[0]}")
-
-
-def _own_folder(folder: Path) -> Path | None:
-    """The folder, made if it is not there; None unless it is this user's alone to write to."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError:
-        return None
-    is_own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return folder if is_own and os.access(folder, os.W_OK) else None
 
 
 def _try(kernels: Kernels) -> None:

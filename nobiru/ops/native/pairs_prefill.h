@@ -1,63 +1,37 @@
-/* Attention of several tokens per sequence by matrix tiles (AMX), for kernels.c, which includes this. A task is that of
+/* Attention of several tokens per sequence by products of pairs, for kernels.c, which includes this. A task is that of
  * PREFILL there; both products are of bfloat16 values, sums are float32.
- *
- * Tiles 0 to 3 are sums of 32 rows by 32 columns, 4 and 5 those rows, 6 and 7 the columns in pairs.
  */
 
-struct tiles_task {
+struct paired {
     bf16 *q, *weights;      /* [padded, size], [padded, PIECE] */
     uint32_t *keys, *values; /* in pairs: [size / 2, PIECE] of values of a key, [PIECE / 2, size] of tokens */
     float *scores, *mixed, *highest, *sums;
 };
 
-/* c [rows, columns] (+)= a [rows, depth] @ b; rows and columns in 32s, a row of b holds `b_stride` pairs. */
-static void multiply_in_tiles(const bf16 *a, long a_stride, const uint32_t *b, long b_stride, long depth, float *c,
-                              long c_stride, long rows, long columns, int adds) {
-    STORED();
+/* c [rows, columns] = a [rows, depth] @ b, or is added to; rows and columns in 32s, a row of b holds `b_stride` pairs. */
+static void multiply_all(const bf16 *a, long a_stride, const uint32_t *b, long b_stride, long depth, float *c, long c_stride,
+                         long rows, long columns, int adds) {
     for (long row = 0; row < rows; row += 32)
         for (long column = 0; column < columns; column += 32) {
-            float *upper = c + row * c_stride + column, *lower = upper + 16 * c_stride;
-            if (adds) {
-                _tile_loadd(0, upper, 4 * c_stride);
-                _tile_loadd(1, upper + 16, 4 * c_stride);
-                _tile_loadd(2, lower, 4 * c_stride);
-                _tile_loadd(3, lower + 16, 4 * c_stride);
-            } else {
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
-            }
-            for (long k = 0; k < depth; k += 32) {
-                const bf16 *x = a + row * a_stride + k;
-                const uint32_t *y = b + k / 2 * b_stride + column;
-                _tile_loadd(4, x, 2 * a_stride);
-                _tile_loadd(6, y, 4 * b_stride);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, y + 16, 4 * b_stride);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, x + 16 * a_stride, 2 * a_stride);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, upper, 4 * c_stride);
-            _tile_stored(1, upper + 16, 4 * c_stride);
-            _tile_stored(2, lower, 4 * c_stride);
-            _tile_stored(3, lower + 16, 4 * c_stride);
+            struct factors f = {a + row * a_stride, b + column, b + column + 16, 2 * a_stride, 64, 4 * b_stride, 64 * b_stride,
+                                depth / 32, 4 * c_stride, 32, c + row * c_stride + column, adds};
+            multiply_by(tiles_allowed, &f);
         }
 }
 
 /* The piece's keys and values in pairs. Of tokens behind its last one keys do not matter and values are zeros, since a
  * weight of zero would not hide what is not a number. */
-static void pair_up(const struct prefill *a, const struct tiles_task *t, const struct piece *piece, long key_head) {
+static void pair_up(const struct prefill *a, const struct paired *t, const struct piece *piece, long key_head) {
     const long size = a->size, row = a->key_heads * size;
     const bf16 *keys = (const bf16 *)a->keys + key_head * size, *values = (const bf16 *)a->values + key_head * size;
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i places = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)row * 2));
     for (int first = 0; first < piece->count; first += 16) {
         const bf16 *from = keys + piece->slots[first] * row;
-        for (long i = 0; i < size / 2; i++)
-            _mm512_store_si512(t->keys + i * PIECE + first, _mm512_i32gather_epi32(places, from + 2 * i, 1));
+        for (long i = 0; i < size; i += 32) {
+            __m512i rows[16];
+            UNROLL for (int r = 0; r < 16; r++) rows[r] = _mm512_loadu_si512(from + r * row + i);
+            turn_square(rows);
+            UNROLL for (int r = 0; r < 16; r++) _mm512_store_si512(t->keys + (i / 2 + r) * PIECE + first, rows[r]);
+        }
     }
     for (int token = 0; token < PIECE; token += 2) {
         uint32_t *to = t->values + token / 2 * size;
@@ -77,7 +51,7 @@ static void pair_up(const struct prefill *a, const struct tiles_task *t, const s
 }
 
 /* Scores of a row become weights; it sees the piece's tokens from `first` to before `seen`. */
-static void weigh_tiles_row(const struct tiles_task *t, long r, long first, long seen, float scale, long size) {
+static void weigh_paired_row(const struct paired *t, long r, long first, long seen, float scale, long size) {
     bf16 *weights = t->weights + r * PIECE;
     const float *scores = t->scores + r * PIECE;
     if (first < 0) first = 0;
@@ -94,7 +68,7 @@ static void weigh_tiles_row(const struct tiles_task *t, long r, long first, long
         tops = larger(tops, found[i]);
     }
     float top = largest(tops), shrink = expf(t->highest[r] - top);
-    UNROLL for (int i = 0; i < PIECE / LANES; i++) added += found[i] = power_of_e(found[i] - top);
+    UNROLL for (int i = 0; i < PIECE / LANES; i++) added += found[i] = (vec)weight_of((__m512)(found[i] - top));
     UNROLL for (int i = 0; i < PIECE / LANES; i += 2)
         _mm512_store_si512(weights + i * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)found[i + 1], (__m512)found[i]));
     t->highest[r] = top, t->sums[r] = t->sums[r] * shrink + total(added);
@@ -103,7 +77,7 @@ static void weigh_tiles_row(const struct tiles_task *t, long r, long first, long
         for (long i = 0; i < size; i += LANES) store_f32(mixed + i, load_f32(mixed + i) * shrink);
 }
 
-static void prefill_tiles_task(void *arguments, long task) {
+static void prefill_pairs_task(void *arguments, long task) {
     struct prefill *a = arguments;
     const struct tile tile = a->tiles[task / a->key_heads];
     const long key_head = task % a->key_heads, per_key = a->heads / a->key_heads, size = a->size;
@@ -116,7 +90,7 @@ static void prefill_tiles_task(void *arguments, long task) {
         return;
     }
     memory = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
-    struct tiles_task t;
+    struct paired t;
     t.q = (bf16 *)memory, t.weights = t.q + padded * size, t.keys = (uint32_t *)(t.weights + padded * PIECE);
     t.values = t.keys + size / 2 * PIECE, t.scores = (float *)(t.values + PIECE / 2 * size);
     t.mixed = t.scores + padded * PIECE, t.highest = t.mixed + padded * size, t.sums = t.highest + padded;
@@ -127,21 +101,21 @@ static void prefill_tiles_task(void *arguments, long task) {
         memcpy(t.q + r * size, (const bf16 *)a->q + token * a->q_stride + head * size, size * sizeof(bf16));
         t.highest[r] = -INFINITY, t.sums[r] = 0;
     }
-    declare_tiles(TILE_ROWS, TILE_ROWS);
+    begin_pairs(tiles_allowed);
     long context = tile.position + tile.count;
     long start = a->window && tile.position >= a->window ? tile.position - a->window + 1 : 0;
-    for (start -= start % TILE_ROWS; start < context; start += PIECE) {
+    for (start -= start % 16; start < context; start += PIECE) {
         struct piece piece;
         find_piece(&piece, a->block_size, table, start, context);
         pair_up(a, &t, &piece, key_head);
-        multiply_in_tiles(t.q, size, t.keys, PIECE, size, t.scores, PIECE, padded, (piece.count + 31) / 32 * 32, 0);
+        multiply_all(t.q, size, t.keys, PIECE, size, t.scores, PIECE, padded, (piece.count + 31) / 32 * 32, 0);
         for (long r = 0; r < rows; r++) {
             long place = tile.position + r / per_key - start; /* of the row's token, in the piece */
-            weigh_tiles_row(&t, r, a->window ? place - a->window + 1 : 0, place + 1, a->scale, size);
+            weigh_paired_row(&t, r, a->window ? place - a->window + 1 : 0, place + 1, a->scale, size);
         }
-        multiply_in_tiles(t.weights, PIECE, t.values, size, (piece.count + 31) / 32 * 32, t.mixed, size, padded, size, 1);
+        multiply_all(t.weights, PIECE, t.values, size, (piece.count + 31) / 32 * 32, t.mixed, size, padded, size, 1);
     }
-    _tile_release();
+    end_pairs(tiles_allowed);
     for (long r = 0; r < rows; r++) {
         long token = tile.token + r / per_key, head = key_head * per_key + r % per_key;
         bf16 *target = (bf16 *)a->out + (token * a->heads + head) * size;
@@ -150,6 +124,6 @@ static void prefill_tiles_task(void *arguments, long task) {
 }
 
 /* The task above, where keys lie as it needs them; else none. */
-static void (*task_of_tiles(const struct prefill *a))(void *, long) {
-    return tiles_allowed && !(a->softcap > 0) && a->size % 32 == 0 && a->block_size % TILE_ROWS == 0 ? prefill_tiles_task : 0;
+static void (*task_of_pairs(const struct prefill *a))(void *, long) {
+    return !(a->softcap > 0) && a->size % 32 == 0 && a->block_size % 16 == 0 ? prefill_pairs_task : 0;
 }

@@ -1,0 +1,235 @@
+"""Calls the kernels of `decoder_layers.h` with torch tensors: all layers of a decoder on one step's tokens.
+
+Owns the description of layers that the kernels read, and which sizes they take.
+
+Shape legend: T tokens, C hidden size, H query heads, K key heads, D values a head, P pairs of them, N blocks of the
+cache, S slots of a block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nobiru.ops.native import threads
+from nobiru.ops.native.encoder import GRAIN, Arithmetic, MatrixStruct, address
+from nobiru.ops.native.library import AttentionStruct, Kernels, PackedWeight, PrefillStruct
+from nobiru.ops.paged_groups import decode_rows, prefill_tiles
+from nobiru.ops.paged_layout import LayerCache, PagedLayout
+from nobiru.ops.scratch import Buffer
+
+
+class _Layer(ctypes.Structure):
+    """`struct decoder_layer` of the source."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "qk_norm", "keys", "values")),
+        *((name, ctypes.c_float) for name in ("attention_eps", "mlp_eps", "qk_eps")),
+        ("window", ctypes.c_long),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    """`struct decoder` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "out", "norm", "turns", "slots")),
+        ("decode", AttentionStruct),
+        ("prefill", PrefillStruct),
+        *((name, ctypes.c_long) for name in ("num_layers", "tokens", "width", "inner")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("is_half", "uses_tiles", "threads", "failed")),
+    )
+
+
+class _Scores(ctypes.Structure):
+    """`struct scores` of the source."""
+
+    _fields_ = (
+        ("head", MatrixStruct),
+        *((name, ctypes.c_void_p) for name in ("rows", "out")),
+        ("count", ctypes.c_long),
+        *((name, ctypes.c_int) for name in ("threads", "failed")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormWeight:
+    """Of a root mean square normalization; [C], or [H + K, D] for queries and keys head by head."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedLayer:
+    """The weights of one layer, in the dtype of hidden states but for the matrices."""
+
+    qkv: PackedWeight
+    out: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+    attention_norm: NormWeight
+    mlp_norm: NormWeight
+    qk_norm: NormWeight | None
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderShape:
+    """What all layers have in common; feed-forwards are gated by silu."""
+
+    width: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+class PackedDecoder:
+    """Layers that the kernels compute one after the other, and the norm behind them; for several threads at once."""
+
+    def __init__(self, kernels: Kernels, shape: DecoderShape, layers: Sequence[PackedLayer], norm: NormWeight) -> None:
+        self._kernels = kernels
+        self._shape = shape
+        self._layers = layers
+        self._norm = norm
+        self._described: tuple[Sequence[LayerCache], ctypes.Array[_Layer]] | None = None
+
+    def forward(
+        self,
+        hidden_TC: Tensor,
+        turns_T1P: Tensor,
+        layout: PagedLayout,
+        cache: Sequence[LayerCache],
+        buffer: Buffer | None = None,
+    ) -> Tensor:
+        """Hidden states [T, C] behind the last norm, in memory of their own; keys and values go into the cache.
+
+        Sums on the way lie in the buffer, if there is one.
+        """
+        shape, num_threads = self._shape, threads.num_threads()
+        rows, tiles = decode_rows(layout), prefill_tiles(layout)
+        sums_TC = (buffer or Buffer()).take(*hidden_TC.shape, dtype=torch.float32).copy_(hidden_TC)
+        out_TC = torch.empty(hidden_TC.shape, dtype=shape.dtype)
+        common = {
+            "heads": shape.num_heads,
+            "key_heads": shape.num_kv_heads,
+            "size": shape.head_size,
+            "block_size": layout.block_size,
+            "q_stride": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size,
+            "scale": shape.head_size**-0.5,
+            "threads": num_threads,
+        }
+        decode, prefill = AttentionStruct(**common), PrefillStruct(**common)
+        if rows is not None:
+            decode.block_table, decode.table_width = rows.block_table_nM.data_ptr(), rows.block_table_nM.shape[1]
+            decode.contexts, decode.sequences = rows.contexts_n.data_ptr(), rows.contexts_n.shape[0]
+            decode.rows = rows.tokens_n.data_ptr()
+        if tiles is not None:
+            prefill.block_table, prefill.table_width = layout.block_table.data_ptr(), layout.block_table.shape[1]
+            prefill.tiles, prefill.tiles_count = tiles.data_ptr(), tiles.shape[0]
+        arguments = _Decoder(
+            layers=ctypes.addressof(self._describe(cache)),
+            hidden=sums_TC.data_ptr(),
+            out=out_TC.data_ptr(),
+            norm=self._norm.weight.data_ptr(),
+            turns=turns_T1P.data_ptr(),
+            slots=layout.slots_T.data_ptr(),
+            decode=decode,
+            prefill=prefill,
+            num_layers=len(self._layers),
+            tokens=hidden_TC.shape[0],
+            width=shape.width,
+            inner=shape.inner,
+            eps=self._norm.eps,
+            is_half=shape.dtype == torch.bfloat16,
+            uses_tiles=self._uses_tiles,
+            threads=num_threads,
+        )
+        self._kernels.library.decode(ctypes.addressof(arguments))
+        if arguments.failed:
+            raise MemoryError(f"no memory for {hidden_TC.shape[0]} tokens")
+        return out_TC
+
+    @property
+    def _uses_tiles(self) -> bool:
+        return self._shape.dtype == torch.bfloat16 and self._kernels.has_tiles
+
+    def _describe(self, cache: Sequence[LayerCache]) -> ctypes.Array[_Layer]:
+        """What the kernels read of all layers, made once for a cache."""
+        if self._described is None or self._described[0] is not cache:
+            structs = [self._layer(layer, own) for layer, own in zip(self._layers, cache, strict=True)]
+            self._described = cache, (_Layer * len(structs))(*structs)
+        return self._described[1]
+
+    def _layer(self, layer: PackedLayer, cache: LayerCache) -> _Layer:
+        assert cache.keys_NSKD.is_contiguous() and cache.values_NSKD.is_contiguous()
+        has_tiles = self._kernels.has_tiles
+        return _Layer(
+            qkv=_matrix(layer.qkv, has_tiles),
+            out=_matrix(layer.out, has_tiles),
+            gate_up=_matrix(layer.gate_up, has_tiles),
+            down=_matrix(layer.down, has_tiles),
+            attention_norm=layer.attention_norm.weight.data_ptr(),
+            mlp_norm=layer.mlp_norm.weight.data_ptr(),
+            qk_norm=None if layer.qk_norm is None else layer.qk_norm.weight.data_ptr(),
+            keys=cache.keys_NSKD.data_ptr(),
+            values=cache.values_NSKD.data_ptr(),
+            attention_eps=layer.attention_norm.eps,
+            mlp_eps=layer.mlp_norm.eps,
+            qk_eps=0.0 if layer.qk_norm is None else layer.qk_norm.eps,
+            window=layer.window or 0,
+        )
+
+
+def fits(kernels: Kernels, shape: DecoderShape) -> bool:
+    """Whether the kernels take layers of these sizes: whole panels of outputs, and heads that attention takes."""
+    of_queries, of_keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    sizes = (shape.width, shape.inner, of_queries, of_queries + 2 * of_keys)
+    if shape.dtype == torch.bfloat16 and not kernels.multiplies_pairs:
+        return False
+    return kernels.prefills(shape.dtype, shape.head_size) and not any(size % GRAIN for size in sizes)
+
+
+def scores(kernels: Kernels, hidden_BC: Tensor, head: PackedWeight, buffer: Buffer | None) -> Tensor | None:
+    """hidden @ head.T [B, V] in float32, in the buffer's memory if there is one.
+
+    None for weights that are not of pairs, or not in whole panels.
+    """
+    if not head.in_pairs or head.num_out % GRAIN or head.num_in % GRAIN:
+        return None
+    rows_BC = hidden_BC.contiguous()
+    shape = rows_BC.shape[0], head.num_out
+    out_BV = torch.empty(shape) if buffer is None else buffer.take(*shape, dtype=torch.float32)
+    arguments = _Scores(
+        head=_matrix(head, kernels.has_tiles),
+        rows=rows_BC.data_ptr(),
+        out=out_BV.data_ptr(),
+        count=rows_BC.shape[0],
+        threads=threads.num_threads(),
+    )
+    kernels.library.score(ctypes.addressof(arguments))
+    if arguments.failed:
+        raise MemoryError(f"no memory for scores of {rows_BC.shape[0]} tokens")
+    return out_BV
+
+
+def _matrix(weight: PackedWeight, has_tiles: bool) -> MatrixStruct:
+    if weight.in_pairs:
+        by = Arithmetic.AMX_BF16 if has_tiles else Arithmetic.AVX512_BF16
+    else:
+        by = Arithmetic.HALVED if weight.panels.dtype == torch.bfloat16 else Arithmetic.FLOATS
+    return MatrixStruct(
+        panels=weight.panels.data_ptr(),
+        bias=address(weight.bias_O),
+        inputs=weight.num_in,
+        outputs=weight.num_out,
+        by=by,
+    )

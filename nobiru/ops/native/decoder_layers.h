@@ -1,0 +1,292 @@
+/* Llama's decoder layers over a KV cache, all of them in one call. kernels.c includes this.
+ *
+ * Products are those of encoder_layers.h. The sum that passes through the layers is float32 whatever the dtype. Few rows
+ * share what they read of the weights: each product is cut by panels of outputs, and threads meet behind it. Many rows
+ * are cut into blocks, each of which passes through all that stands between two attentions on one thread, so that it
+ * stays in that core's cache.
+ */
+
+struct decoder_layer {
+    struct matrix qkv, out, gate_up, down;
+    const void *attention_norm, *mlp_norm; /* [width], like hidden states */
+    const void *qk_norm;                   /* [heads + key heads, size], or 0 */
+    void *keys, *values;
+    float attention_eps, mlp_eps, qk_eps;
+    long window;
+};
+
+struct decoder {
+    const struct decoder_layer *layers;
+    float *hidden;        /* [tokens, width]: inputs; overwritten */
+    void *out;            /* [tokens, width]: normalized outputs */
+    const void *norm;
+    const float *turns;   /* [tokens, size]: cosine and sine of each pair of values */
+    const int64_t *slots; /* [tokens]: rows of the cache */
+    struct attention decode; /* of sequences with one token, and of the others: what is the same in all layers */
+    struct prefill prefill;
+    long num_layers, tokens, width, inner;
+    float eps;
+    int is_half, uses_tiles, threads, failed;
+};
+
+/* The batch on its way through one layer. */
+struct pass {
+    struct decoder *d;
+    const struct decoder_layer *layer;
+    char *qkv, *attended;
+    long heads, key_heads, size, rows_each;
+};
+
+#define FEW_ROWS 96
+
+INLINE long row_bytes(const struct decoder *d, long values) { return values * (d->is_half ? 2 : 4); }
+
+static void normalize_rms(const struct decoder *d, const void *weight, float eps, long first, long rows, char *to) {
+    for (long r = 0; r < rows; r++) {
+        const float *x = d->hidden + (first + r) * d->width;
+        vec squares = {0};
+        for (long i = 0; i < d->width; i += LANES) squares += load_f32(x + i) * load_f32(x + i);
+        const float factor = 1.0f / sqrtf(total(squares) / (float)d->width + eps);
+        for (long i = 0; i < d->width; i += LANES)
+            set(d->is_half, to, r * d->width + i, load_f32(x + i) * factor * get(d->is_half, weight, i));
+    }
+}
+
+/* Queries and keys of some rows are normalized, if they are in this model, and turned; keys and values are put away. */
+static void place_rows(const struct pass *p, long first, long rows) {
+    const struct decoder *d = p->d;
+    const int half = d->is_half;
+    const long size = p->size, turned = (p->heads + p->key_heads) * size, of_keys = p->key_heads * size;
+    for (long r = first; r < first + rows; r++) {
+        char *row = p->qkv + r * row_bytes(d, turned + of_keys);
+        for (long head = 0; head < turned; head += size) {
+            float factor = 1.0f;
+            if (p->layer->qk_norm) {
+                vec squares = {0};
+                for (long i = head; i < head + size; i += LANES) squares += get(half, row, i) * get(half, row, i);
+                factor = 1.0f / sqrtf(total(squares) / (float)size + p->layer->qk_eps);
+            }
+            for (long i = 0; i < size; i += LANES) {
+                vec value = get(half, row, head + i), turn = load_f32(d->turns + r * size + i);
+                if (p->layer->qk_norm) value *= factor * get(half, p->layer->qk_norm, head + i);
+                vec swapped = SHUFFLE(value, SWAPPED), c = SHUFFLE(turn, EVENS), s = SHUFFLE(turn, ODDS);
+                set(half, row, head + i, value * c + swapped * s * SIGNS);
+            }
+        }
+        const long at = row_bytes(d, d->slots[r] * of_keys), bytes = row_bytes(d, of_keys);
+        memcpy((char *)p->layer->keys + at, row + row_bytes(d, p->heads * size), (size_t)bytes);
+        memcpy((char *)p->layer->values + at, row + row_bytes(d, turned), (size_t)bytes);
+    }
+}
+
+/* silu(gates) * ups of some panels of each; m's outputs are all gates, then all ups. */
+static void project_gated(const struct matrix *m, const struct inputs *in, long rows, int is_half, char *values,
+                          long first_panel, long last_panel) {
+    float gates[32 * WIDTH] __attribute__((aligned(64))), ups[32 * WIDTH] __attribute__((aligned(64)));
+    const long size = m->outputs / 2, blocks = num_blocks(m, rows), to_ups = size / WIDTH * panel_bytes(m);
+    for (long panel = first_panel; panel < last_panel; panel++) {
+        const char *weights = (const char *)m->panels + panel * panel_bytes(m);
+        vec of_gates[2] = {{0}, {0}}, of_ups[2] = {{0}, {0}};
+        for (int half = 0; m->bias && half < 2; half++) {
+            of_gates[half] = load_f32(m->bias + panel * WIDTH + half * LANES);
+            of_ups[half] = load_f32(m->bias + size + panel * WIDTH + half * LANES);
+        }
+        for (long number = 0; number < blocks; number++) {
+            const struct block b = find_block(m, number, blocks, rows);
+            const char *x = in->rows + b.row * in->stride;
+            multiply_panel((int)m->by, weights, x, in->stride, b.rows, m->inputs, gates);
+            multiply_panel((int)m->by, weights + to_ups, x, in->stride, b.rows, m->inputs, ups);
+            for (int r = 0; r < b.rows; r++)
+                UNROLL for (int half = 0; half < 2; half++) {
+                    vec gate = load_f32(gates + r * WIDTH + half * LANES) + of_gates[half];
+                    vec up = load_f32(ups + r * WIDTH + half * LANES) + of_ups[half];
+                    set(is_half, values, (b.row + r) * size + panel * WIDTH + half * LANES, gate * sigmoid(!is_half, gate) * up);
+                }
+        }
+    }
+}
+
+/* Memory for some rows between two attentions: of a product's inputs where they have to lie in another way, normalized
+ * rows, and values of the feed-forward. */
+struct bench {
+    char *inputs, *normed, *inner;
+};
+
+static int take_bench(const struct pass *p, long rows, struct bench *bench) {
+    const struct decoder *d = p->d;
+    const long attended = p->heads * p->size, wider = d->width > attended ? d->width : attended;
+    const long of_inputs = up_to(rows, 32) * row_bytes(d, d->inner > wider ? d->inner : wider);
+    const long of_normed = up_to(rows * row_bytes(d, d->width), 64);
+    char *all = space(SPACE_OF_PART, of_inputs + of_normed + rows * row_bytes(d, d->inner));
+    if (!all) return 1;
+    *bench = (struct bench){all, all + of_inputs, all + of_inputs + of_normed};
+    return 0;
+}
+
+/* ---- many rows ------------------------------------------------------------------------------------------------------*/
+
+/* The first of a part's rows, and how many there are. */
+static long find_rows(const struct pass *p, long part, long *rows) {
+    const long first = part * p->rows_each, left = p->d->tokens - first;
+    *rows = left < p->rows_each ? left : p->rows_each;
+    return first;
+}
+
+static void before_attention(void *arguments, long part) {
+    const struct pass *p = arguments;
+    struct decoder *d = p->d;
+    const struct matrix *qkv = &p->layer->qkv;
+    struct bench bench;
+    long rows, first = find_rows(p, part, &rows);
+    if (take_bench(p, rows, &bench)) {
+        d->failed = 1;
+        return;
+    }
+    begin_pairs(d->uses_tiles);
+    normalize_rms(d, p->layer->attention_norm, p->layer->attention_eps, first, rows, bench.normed);
+    struct inputs in = inputs_of((int)qkv->by, d->is_half, bench.normed, rows, d->width, bench.inputs);
+    struct finish to = {.is_half = d->is_half, .values = p->qkv + first * row_bytes(d, qkv->outputs)};
+    project(qkv, &in, rows, &to);
+    end_pairs(d->uses_tiles);
+    place_rows(p, first, rows);
+}
+
+static void behind_attention(void *arguments, long part) {
+    const struct pass *p = arguments;
+    struct decoder *d = p->d;
+    const struct decoder_layer *layer = p->layer;
+    struct bench bench;
+    long rows, first = find_rows(p, part, &rows), attended = p->heads * p->size;
+    if (take_bench(p, rows, &bench)) {
+        d->failed = 1;
+        return;
+    }
+    struct finish sum = {.is_half = d->is_half, .added = d->hidden + first * d->width};
+    const char *from_attention = p->attended + first * row_bytes(d, attended);
+    /* Panels add to these rows a few values at a time, which no processor foresees. */
+    fetch(sum.added, (size_t)(rows * d->width) * sizeof(float));
+    begin_pairs(d->uses_tiles);
+    struct inputs in = inputs_of((int)layer->out.by, d->is_half, from_attention, rows, attended, bench.inputs);
+    project(&layer->out, &in, rows, &sum);
+    normalize_rms(d, layer->mlp_norm, layer->mlp_eps, first, rows, bench.normed);
+    in = inputs_of((int)layer->gate_up.by, d->is_half, bench.normed, rows, d->width, bench.inputs);
+    project_gated(&layer->gate_up, &in, rows, d->is_half, bench.inner, 0, d->inner / WIDTH);
+    in = inputs_of((int)layer->down.by, d->is_half, bench.inner, rows, d->inner, bench.inputs);
+    project(&layer->down, &in, rows, &sum);
+    end_pairs(d->uses_tiles);
+}
+
+/* ---- few rows -------------------------------------------------------------------------------------------------------*/
+
+/* A product of all rows that threads share by panels; gated if there is memory for its values, else as `to` says. */
+struct shared_product {
+    const struct decoder *d;
+    const struct matrix *m;
+    struct inputs in;
+    const struct finish *to;
+    char *gated;
+    long panels, panels_each;
+};
+
+static void product_part(void *arguments, long part) {
+    const struct shared_product *s = arguments;
+    const long first = part * s->panels_each, end = first + s->panels_each, last = end < s->panels ? end : s->panels;
+    begin_pairs(s->d->uses_tiles);
+    if (s->gated) project_gated(s->m, &s->in, s->d->tokens, s->d->is_half, s->gated, first, last);
+    else project_panels(s->m, &s->in, s->d->tokens, s->to, first, last);
+    end_pairs(s->d->uses_tiles);
+}
+
+static void share_product(const struct decoder *d, const struct matrix *m, const char *rows, char *memory,
+                          const struct finish *to, char *gated) {
+    const long panels = (gated ? m->outputs / 2 : m->outputs) / WIDTH, each = panels / (d->threads * 8);
+    struct shared_product s = {d, m, inputs_of((int)m->by, d->is_half, rows, d->tokens, m->inputs, memory), to, gated,
+                               panels, each < 1 ? 1 : each > 16 ? 16 : each};
+    in_parallel(product_part, &s, (panels + s.panels_each - 1) / s.panels_each, d->threads);
+}
+
+/* ---- all layers -----------------------------------------------------------------------------------------------------*/
+
+static void attend(struct pass *p) {
+    struct decoder *d = p->d;
+    const void *keys = p->layer->keys, *values = p->layer->values;
+    if (d->decode.sequences) {
+        struct attention *a = &d->decode;
+        a->q = p->qkv, a->out = p->attended, a->keys = keys, a->values = values, a->window = p->layer->window;
+        if (d->is_half) attend_bf16(a);
+        else attend_f32(a);
+        d->failed |= a->failed;
+    }
+    if (d->prefill.num_tiles) {
+        struct prefill *a = &d->prefill;
+        a->q = p->qkv, a->out = p->attended, a->keys = keys, a->values = values, a->window = p->layer->window;
+        if (d->is_half) prefill_bf16(a);
+        else prefill_f32(a);
+        d->failed |= a->failed;
+    }
+}
+
+static void pass_few(struct pass *p) {
+    struct decoder *d = p->d;
+    struct bench bench;
+    if (take_bench(p, d->tokens, &bench)) {
+        d->failed = 1;
+        return;
+    }
+    struct finish sum = {.is_half = d->is_half, .added = d->hidden}, plain = {.is_half = d->is_half, .values = p->qkv};
+    for (long number = 0; number < d->num_layers && !d->failed; number++) {
+        const struct decoder_layer *layer = p->layer = d->layers + number;
+        normalize_rms(d, layer->attention_norm, layer->attention_eps, 0, d->tokens, bench.normed);
+        share_product(d, &layer->qkv, bench.normed, bench.inputs, &plain, 0);
+        place_rows(p, 0, d->tokens);
+        attend(p);
+        share_product(d, &layer->out, p->attended, bench.inputs, &sum, 0);
+        normalize_rms(d, layer->mlp_norm, layer->mlp_eps, 0, d->tokens, bench.normed);
+        share_product(d, &layer->gate_up, bench.normed, bench.inputs, 0, bench.inner);
+        share_product(d, &layer->down, bench.inner, bench.inputs, &sum, 0);
+    }
+}
+
+static void pass_many(struct pass *p) {
+    struct decoder *d = p->d;
+    const long blocks = (d->tokens + MOST_ROWS * d->threads - 1) / (MOST_ROWS * d->threads) * d->threads;
+    p->rows_each = (d->tokens + blocks - 1) / blocks;
+    const long parts = (d->tokens + p->rows_each - 1) / p->rows_each;
+    for (long number = 0; number < d->num_layers && !d->failed; number++) {
+        p->layer = d->layers + number;
+        in_parallel(before_attention, p, parts, d->threads);
+        attend(p);
+        in_parallel(behind_attention, p, parts, d->threads);
+    }
+}
+
+/* Scores of the next token: float32 values of a product with rows of bfloat16. */
+struct scores {
+    struct matrix head;
+    const void *rows;
+    float *out; /* [count, outputs of head] */
+    long count;
+    int threads, failed;
+};
+
+void score(struct scores *s) {
+    struct decoder d = {.tokens = s->count, .is_half = 1, .uses_tiles = tiles_allowed, .threads = s->threads};
+    struct finish to = {.values = (char *)s->out};
+    char *memory = space(SPACE_OF_PART, up_to(s->count, 32) * s->head.inputs * (long)sizeof(bf16));
+    if (memory) share_product(&d, &s->head, s->rows, memory, &to, 0);
+    else s->failed = 1;
+}
+
+void decode(struct decoder *d) {
+    struct pass p = {.d = d, .heads = d->decode.heads, .key_heads = d->decode.key_heads, .size = d->decode.size};
+    const long of_qkv = up_to(d->tokens * row_bytes(d, (p.heads + 2 * p.key_heads) * p.size), 64);
+    p.qkv = space(SPACE_OF_RUN, of_qkv + d->tokens * row_bytes(d, p.heads * p.size));
+    if (!p.qkv) {
+        d->failed = 1;
+        return;
+    }
+    p.attended = p.qkv + of_qkv;
+    if (d->tokens < FEW_ROWS) pass_few(&p);
+    else pass_many(&p);
+    normalize_rms(d, d->norm, d->eps, 0, d->tokens, d->out);
+}

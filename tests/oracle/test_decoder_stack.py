@@ -1,0 +1,173 @@
+"""All layers in one native call against the same layers one after the other, and against those in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nobiru.folder.rope import RopeSpec
+from nobiru.layers.activation import ACTIVATIONS
+from nobiru.layers.decoder_block import DecoderBlock, GatedMlp, SelfAttention
+from nobiru.layers.decoder_stack import BlockStack, NativeStack, make_stack
+from nobiru.layers.linear import NativeLinear, make_linear
+from nobiru.layers.rms_norm import HeadNorm, RmsNorm
+from nobiru.layers.rotary import Rotary
+from nobiru.ops.native import threads
+from nobiru.ops.native.library import load_kernels
+from nobiru.ops.paged_layout import LayerCache, PagedLayout
+from nobiru.ops.scratch import Scratch
+
+KERNELS = load_kernels()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="there is no C compiler")
+HALF = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(KERNELS is None or not KERNELS.multiplies_pairs, reason="no products of bfloat16 pairs"),
+)
+BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 16, 200, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    width: int = 96
+    inner: int = 160
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    has_bias: bool = False
+    has_norm: bool = False
+    window: int | None = None
+
+
+def layers(sizes: Sizes, dtype: torch.dtype) -> tuple[list[DecoderBlock], RmsNorm, Rotary]:
+    """The same random weights, exact in bfloat16, whatever the dtype."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).bfloat16().to(dtype)
+
+    def linear(num_out: int, num_in: int) -> object:
+        bias = random(num_out, scale=0.3) if sizes.has_bias else None
+        return make_linear(random(num_out, num_in, scale=num_in**-0.5), bias, natively=True)
+
+    def norm() -> RmsNorm:
+        return RmsNorm(weight_C=random(sizes.width, scale=0.1) + 1, eps=1e-5)
+
+    of_queries, of_keys = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    heads = sizes.num_heads + sizes.num_kv_heads
+    blocks = [
+        DecoderBlock(
+            attention_norm=norm(),
+            attention=SelfAttention(
+                num_heads=sizes.num_heads,
+                num_kv_heads=sizes.num_kv_heads,
+                head_size=sizes.head_size,
+                window=sizes.window,
+                qkv=linear(of_queries + 2 * of_keys, sizes.width),
+                qk_norm=HeadNorm(weight_HD=random(heads, sizes.head_size, scale=0.1) + 1, eps=1e-6)
+                if sizes.has_norm
+                else None,
+                out=linear(sizes.width, of_queries),
+            ),
+            mlp_norm=norm(),
+            mlp=GatedMlp(
+                gate_up=linear(2 * sizes.inner, sizes.width),
+                activation=ACTIVATIONS["silu"],
+                down=linear(sizes.width, sizes.inner),
+            ),
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+    rope = RopeSpec(kind="default", theta=1e4)
+    rotary = Rotary(rope, head_size=sizes.head_size, num_positions=1024, device=torch.device("cpu"))
+    return blocks, norm(), rotary
+
+
+def cache(sizes: Sizes, dtype: torch.dtype) -> list[LayerCache]:
+    # What nobody has written is not a number, so that whoever reads it shows.
+    shape = NUM_BLOCKS, BLOCK_SIZE, sizes.num_kv_heads, sizes.head_size
+    return [
+        LayerCache(
+            keys_NSKD=torch.full(shape, torch.nan, dtype=dtype), values_NSKD=torch.full(shape, torch.nan, dtype=dtype)
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+
+
+# Tokens in the cache and in the step, of each sequence; one step after the other.
+STEPS = {
+    "few": [([0, 0, 0], [5, 1, 17]), ([5, 1, 17], [1, 1, 1]), ([6, 2, 18], [1, 3, 1])],
+    "many": [([0, 0], [70, 65]), ([70, 65], [1, 100]), ([71, 165, 0], [33, 1, 66])],
+    "one": [([0], [1]), ([1], [1]), ([2], [200]), ([202], [1])],
+    "batch": [([0] * 8, [90] * 8), ([90] * 8, [1] * 8)],
+}
+SIZES = {
+    "plain": Sizes(),
+    "bias, norms": Sizes(has_bias=True, has_norm=True),
+    "window": Sizes(window=24),
+    "wide heads": Sizes(width=128, head_size=128, num_heads=5, num_kv_heads=1),
+    "many groups": Sizes(width=64, head_size=64, num_heads=6, num_kv_heads=6, inner=64),
+}
+
+
+def outputs(
+    stack: object, sizes: Sizes, dtype: torch.dtype, rotary: Rotary, steps: list, num_threads: int
+) -> list[Tensor]:  # type: ignore[type-arg]
+    generator = torch.Generator().manual_seed(1)
+    own, found = cache(sizes, dtype), []
+    for starts, lengths in steps:
+        # Sequence i has the blocks i, i + 10, i + 20, …
+        ids = [np.arange(i, NUM_BLOCKS, 10) for i in range(len(starts))]
+        layout = PagedLayout(np.array(starts), np.array(lengths), ids, block_size=BLOCK_SIZE)
+        hidden_TC = torch.randn(layout.num_tokens, sizes.width, generator=generator).bfloat16().to(dtype)
+        with torch.inference_mode(), threads.kernels_only(num_threads):
+            found.append(stack(hidden_TC, rotary.turns_at(layout.positions_T), layout, own, Scratch()).float())  # type: ignore[operator]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_one_call_gives_what_layers_give(
+    dtype: torch.dtype, sizes: Sizes, steps: list[tuple[list[int], list[int]]], num_threads: int
+) -> None:
+    blocks, norm, rotary = layers(sizes, dtype)
+    stack = make_stack(blocks, norm)
+    assert isinstance(stack, NativeStack)
+    found = outputs(stack, sizes, dtype, rotary, steps, num_threads)
+    exact_blocks, exact_norm, _ = layers(sizes, torch.float32)
+    exact = outputs(BlockStack(blocks=exact_blocks, norm=exact_norm), sizes, torch.float32, rotary, steps, 1)
+    for ours_TC, exact_TC in zip(found, exact, strict=True):
+        error = (ours_TC - exact_TC).abs().max()
+        assert error < (2e-5 if dtype == torch.float32 else 0.06), error
+    if dtype == torch.bfloat16:
+        # And not worse than the layers in bfloat16, which round more often.
+        rounded = outputs(BlockStack(blocks=blocks, norm=norm), sizes, dtype, rotary, steps, 1)
+        errors = [
+            sum(float((each - own).square().sum()) for each, own in zip(given, exact, strict=True))
+            for given in (found, rounded)
+        ]
+        assert errors[0] < 1.2 * errors[1]
+
+
+def test_layers_with_other_parts_go_one_after_the_other() -> None:
+    for sizes in (Sizes(width=80), Sizes(inner=48), Sizes(head_size=16, num_heads=8, num_kv_heads=4)):
+        blocks, norm, _ = layers(sizes, torch.float32)
+        assert isinstance(make_stack(blocks, norm), BlockStack), sizes
+
+
+@pytest.mark.parametrize("rows", [1, 11, 40])
+@HALF.marks[0]
+def test_scores_are_not_rounded(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_VC = torch.randn(320, 96, generator=generator).bfloat16()
+    head = make_linear(weight_VC, None, natively=True)
+    assert isinstance(head, NativeLinear)
+    hidden_BC = torch.randn(rows, 96, generator=generator).bfloat16()
+    expected_BV = hidden_BC.float() @ weight_VC.float().mT
+    assert torch.allclose(head.in_float32(hidden_BC), expected_BV, atol=1e-4)
+    assert torch.allclose(head.in_float32(hidden_BC, Scratch().scores), expected_BV, atol=1e-4)
