@@ -17,7 +17,10 @@ from nobiru.errors import UnavailableError
 from nobiru.serving.responses import JsonResponse
 from nobiru.serving.services import Services
 
-FORWARD_FRESH_S = 10.0
+# A rank that stands still is given up after `rank_timeout_s`, and within this time the others go on: until then nobody
+# need look elsewhere. Where it is given up late, a probe finds out before that.
+RECOVERY_S = 5.0
+MAX_WAIT_FOR_RANK_S = 30.0
 PROBE_FRESH_S = 5.0
 # Below the two seconds after which common health checkers give up.
 PROBE_TIMEOUT_S = 1.5
@@ -32,6 +35,7 @@ class ProbeRoutes:
         self._services = services
         self._probe: asyncio.Task[bool] | None = None
         self._last_probe_s = float("-inf")
+        self._forward_fresh_s = min(services.config.rank_timeout_s, MAX_WAIT_FOR_RANK_S) + RECOVERY_S
 
     async def health(self, request: Request) -> Response:
         """200 while the process lives."""
@@ -73,7 +77,7 @@ class ProbeRoutes:
         """A recent forward pass or probe shows that ranks work; without one, probe, once for all who ask."""
         now_s = time.monotonic()
         last_forward_s = self._services.client.last_forward_s
-        if last_forward_s is not None and now_s - last_forward_s < FORWARD_FRESH_S:
+        if last_forward_s is not None and now_s - last_forward_s < self._forward_fresh_s:
             return None
         if now_s - self._last_probe_s < PROBE_FRESH_S:
             return None
@@ -82,7 +86,7 @@ class ProbeRoutes:
         await asyncio.wait({self._probe}, timeout=PROBE_TIMEOUT_S)
         if self._probe.done() and self._probe.result():
             return None
-        return f"no forward pass ended in the last {FORWARD_FRESH_S:g} s, nor a probe within {PROBE_TIMEOUT_S:g} s"
+        return f"no forward pass ended in the last {self._forward_fresh_s:g} s, nor a probe within {PROBE_TIMEOUT_S:g} s"
 
     async def _run_probe(self) -> bool:
         try:
