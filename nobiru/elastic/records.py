@@ -15,7 +15,7 @@ from nobiru.elastic.membership import ENDED, Operation
 class OperationRecord:
     """One operation from the outside; `plan` is that of a planned one. Times are seconds since the epoch of Unix, but
     for `stopped_s`: on the monotonic clock, when the first rank stood still for it. `pause_s` is from then to the last
-    one's first step afterwards."""
+    one's first step afterwards, 0 if none did, None of what is not done."""
 
     operation: Operation
     operation_id: str

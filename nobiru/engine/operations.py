@@ -244,8 +244,8 @@ class Operations:
         operation = record.operation
         if operation.phase == "done":
             record.to_epoch = self._machine.epoch
-            if record.stopped_s is not None:
-                record.pause_s = round(time.monotonic() - record.stopped_s, 6)
+            # Ranks that do not step together stand still for nobody.
+            record.pause_s = 0.0 if record.stopped_s is None else round(time.monotonic() - record.stopped_s, 6)
             if operation.origin in membership.PLANNED:
                 self._num_heal_failures = 0
             self._on_done()

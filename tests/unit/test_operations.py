@@ -84,7 +84,7 @@ class Group:
 
 def test_a_pause_is_from_the_first_that_parks_to_the_last_that_steps_again(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(2, monkeypatch)
-    assert group.operations.documents()[0]["pause_seconds"] is None, "nobody was there to be stopped"
+    assert group.operations.documents()[0]["pause_seconds"] == 0.0, "nobody was there to be stopped"
     group.operations.request(size=1)
     group.pass_time(5.0)
     group.prepare()
