@@ -80,6 +80,6 @@ def play(
                 await scene(client)
             assert client.queued_requests == 0
             pids = worker_pids(client)
-        await until(lambda: not any(map(is_alive, pids)), timeout_s=10)
+        await until(lambda: not any(map(is_alive, pids)), timeout_s=30)
 
     asyncio.run(main())

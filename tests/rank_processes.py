@@ -5,7 +5,6 @@ A test hands `run_ranks` a function of its module; each process calls it with a 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
+from warm_processes import forkserver
 
 from nobiru.parallel.groups import Group, connect_store, form_group
 
@@ -57,8 +57,7 @@ class Ranks:
     """The processes, as the test sees them."""
 
     def __init__(self, function: Callable[..., object], size: int, *arguments: object) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "nobiru.parallel.groups"])
+        context = forkserver()
         self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
         self.processes = []
         self._connections = []

@@ -6,12 +6,13 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from warm_processes import warm_starts
 
 from nobiru.config import EngineConfig
 from nobiru.engine.client import ZmqClient
@@ -60,9 +61,13 @@ async def running(
     rank_timeout_s: float = 10.0,
     max_start_failures: int = 5,
     steps: Steps | None = None,
+    starts_warm: bool = True,
     **options: Any,
 ) -> AsyncIterator[ZmqClient]:
-    """A started client, with options of `EngineConfig`; its rank ends with the block."""
+    """A started client, with options of `EngineConfig`; its ranks end with the block.
+
+    They start as `warm_processes` does it, or with `starts_warm=False` as those of a server.
+    """
     config = EngineConfig(**{"model": str(model), "num_threads": 1, "dtype": "float32", **options})
     folder = read_folder(model)
     client = ZmqClient(
@@ -74,11 +79,12 @@ async def running(
         rank_timeout_s=rank_timeout_s,
         max_start_failures=max_start_failures,
     )
-    await client.start()
-    try:
-        yield client
-    finally:
-        await client.stop()
+    with warm_starts() if starts_warm else nullcontext():
+        await client.start()
+        try:
+            yield client
+        finally:
+            await client.stop()
 
 
 def request(*sequences: list[int], priority: int = 0) -> PoolingRequest:

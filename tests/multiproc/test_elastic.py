@@ -71,7 +71,7 @@ def test_a_cancelled_growth_leaves_no_trace(moe_model: Path, expected: list[list
         assert after["epoch"] == before["epoch"]
         assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
 
-    play(moe_model, expected, scene)
+    play(moe_model, expected, scene, starts_warm=False)  # or it might be done before it is cancelled
 
 
 @pytest.mark.parametrize("victim", ["member", "newcomer"])

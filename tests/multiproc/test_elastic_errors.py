@@ -25,6 +25,7 @@ from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError
 
 READ_BYTES_PER_S = 10_000
+STORE = "from nobiru.engine.store import"  # in the command of the process
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_without_descriptors_or_memory_no_rank_is_added(moe_model: Path, expecte
 
 def test_a_port_that_is_taken_undoes_the_operation(moe_model: Path, expected: list[list[int]]) -> None:
     async def scene(client: ZmqClient) -> None:
-        (store,) = [pid for pid in children(os.getpid()) if "engine.store" in Path(f"/proc/{pid}/cmdline").read_text()]
+        (store,) = [pid for pid in children(os.getpid()) if STORE in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(store, signal.SIGKILL)
         await until(lambda: not is_alive(store))
         await asyncio.sleep(0.5)  # the server hears of it
@@ -112,7 +113,8 @@ def test_a_port_that_is_taken_undoes_the_operation(moe_model: Path, expected: li
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        play(moe_model, expected, scene, faults=f"step_delay_ms=5,restarted_store_port={port}")
+        faults = f"step_delay_ms=5,restarted_store_port={port}"
+        play(moe_model, expected, scene, faults=faults, starts_warm=False)
 
 
 def test_a_folder_that_has_changed_gives_no_new_ranks(own_model: Path, expected: list[list[int]]) -> None:

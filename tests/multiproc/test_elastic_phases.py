@@ -95,6 +95,7 @@ def test_what_is_undone_before_the_commit_leaves_no_trace(
             await check_no_trace(client, before, operation_id, "the deadline has passed")
         if kind == "growth":
             before = client.status()
+            client.ranks.holds.hold("load")
             operation_id = operations.request(size=size, deadline_s=0.3)["operation_id"]
             await check_no_trace(client, before, operation_id, "the deadline has passed")
         else:

@@ -11,6 +11,7 @@ from small_models import make
 from benchmarks.elastic_soak import Soak, run
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)  # some fifteen processes are started; busy machines take long for that
 def test_ten_random_changes_leave_nothing_behind(tmp_path: Path) -> None:
     soak = Soak(

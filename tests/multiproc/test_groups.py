@@ -14,6 +14,8 @@ from rank_processes import Member, ranks, run_ranks
 from nobiru.errors import GroupError
 from nobiru.parallel.groups import Group, break_connections_to, connect_store, form_group
 
+SOON_S = 8.0  # far from the limits of 20 s and more at which a call would end anyway, also on loaded machines
+
 
 def gather(member: Member) -> list[list[int]]:
     group = member.group()
@@ -84,34 +86,27 @@ def gather_forever(group: Group) -> None:
         time.sleep(0.001)
 
 
-def gather_until_it_fails(member: Member, timeout_s: float, destroys: bool) -> tuple[int, float]:
-    """How many rounds went well, and when (time on this machine) the error came."""
+def gather_until_it_fails(member: Member, timeout_s: float, destroys: bool) -> float:
+    """Says when the first round went well; when (time on this machine) the error came."""
     group = member.group(timeout_s=timeout_s)
-    member.say("formed")
-    rounds = 0
-    while True:
-        try:
-            group.all_gather_record(torch.tensor([rounds]))
-        except GroupError:
-            raised = time.monotonic()
-            if destroys:
-                group.destroy()
-            return rounds, raised
-        rounds += 1
-        time.sleep(0.001)
+    group.all_gather_record(torch.tensor([1]))
+    member.say("works")
+    with pytest.raises(GroupError):
+        gather_forever(group)
+    raised = time.monotonic()
+    if destroys:
+        group.destroy()
+    return raised
 
 
 def test_a_death_frees_all_members_once_groups_are_destroyed() -> None:
     with ranks(gather_until_it_fails, 4, 30.0, True) as running:
         for rank in range(4):
             running.hear(rank)
-        time.sleep(0.1)
         killed = time.monotonic()
         os.kill(running.pid(1), signal.SIGKILL)
         for rank in (0, 2, 3):
-            rounds, raised = running.hear(rank)
-            assert rounds > 0
-            assert raised - killed < 2.0
+            assert running.hear(rank) - killed < SOON_S
 
 
 def gather_with_control(member: Member) -> float:
@@ -144,20 +139,17 @@ def test_a_control_thread_gets_a_member_out_that_waits_for_a_stopped_one() -> No
         for rank in (0, 2):
             running.tell(rank)
         for rank in (0, 2):
-            assert 0 <= running.hear(rank) < 1.0
+            assert 0 <= running.hear(rank) < SOON_S
         os.kill(running.pid(1), signal.SIGCONT)
 
 
 def test_waiting_for_a_stopped_member_ends_with_the_time_limit() -> None:
-    with ranks(gather_until_it_fails, 2, 1.0, False) as running:
+    with ranks(gather_until_it_fails, 2, 2.0, False) as running:
         for rank in range(2):
             running.hear(rank)
-        time.sleep(0.2)
         os.kill(running.pid(0), signal.SIGSTOP)
         stopped = time.monotonic()
-        rounds, raised = running.hear(1)
-        assert rounds > 0
-        assert 0.5 < raised - stopped < 5.0
+        assert 0.5 < running.hear(1) - stopped < SOON_S
         os.kill(running.pid(0), signal.SIGCONT)
 
 
@@ -188,7 +180,7 @@ def form_alone(member: Member) -> float:
 
 
 def test_a_member_that_does_not_come() -> None:
-    assert run_ranks(form_alone, 1)[0] < 5.0
+    assert run_ranks(form_alone, 1)[0] < SOON_S
 
 
 def test_no_store() -> None:
@@ -233,4 +225,4 @@ def wait_for_nobody(member: Member) -> float:
 
 def test_waiting_for_others_can_be_ended() -> None:
     (waited_s,) = run_ranks(wait_for_nobody, 1)
-    assert 0.4 < waited_s < 5.0
+    assert 0.4 < waited_s < SOON_S

@@ -40,7 +40,7 @@ async def embed_all(client: ZmqClient, texts: list[list[int]]) -> list[np.ndarra
 
 def test_requests_wait_for_the_model_and_equal_the_offline_vectors(model: Path, expected: list[np.ndarray]) -> None:
     async def main() -> None:
-        async with running(model) as client:
+        async with running(model, starts_warm=False) as client:
             assert not client.has_working_rank
             together = asyncio.create_task(client.embed(request(*TEXTS)))
             alone = await embed_all(client, TEXTS)
@@ -152,7 +152,7 @@ def test_urgent_requests_overtake_bulk(model: Path) -> None:
 
 def test_a_rank_that_fails_to_start_at_first_is_tried_again(model: Path, expected: list[np.ndarray]) -> None:
     async def main() -> None:
-        async with running(model, faults="fail_at_start=2") as client:
+        async with running(model, faults="fail_at_start=2", starts_warm=False) as client:
             np.testing.assert_allclose(await embed_all(client, TEXTS[:2]), expected[:2], atol=1e-5)
             assert client.status()["ranks"][0]["rank_id"] == "r2"
 
@@ -196,7 +196,7 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 from ranks import running, until
 async def main():
-    async with running(Path({model!r})) as client:
+    async with running(Path({model!r}), starts_warm=False) as client:
         await until(lambda: client.has_working_rank)
         print(client.status()["ranks"][0]["pid"], flush=True)
         await asyncio.sleep(600)

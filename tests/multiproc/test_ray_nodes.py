@@ -61,7 +61,7 @@ def test_ranks_follow_the_nodes(nodes: Nodes, moe_model: Path, expected: list[li
     async def give_back_a_place(client: ZmqClient) -> None:
         operation = client.operations.request(size=2)
         assert (await ended(client, operation["operation_id"]))["phase"] == "done"
-        await until(lambda: len(occupied_nodes()) == 2, 10)
+        await until(lambda: len(occupied_nodes()) == 2, 30)
 
     async def lose_a_node_and_move_to_another(client: ZmqClient) -> None:
         nodes.kill(occupied_nodes()[0])

@@ -61,7 +61,7 @@ def all_pids(client: ZmqClient) -> list[int]:
 
 
 async def all_dead(pids: list[int]) -> None:
-    await until(lambda: not any(map(is_alive, pids)), timeout_s=10)
+    await until(lambda: not any(map(is_alive, pids)), timeout_s=30)
 
 
 @pytest.mark.parametrize(("size", "redundant"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.slow), (2, 3)])

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from generation_requests import CACHE, GREEDY, PROMPTS, generation, text_of, texts_of
 from ranks import Steps, children, is_alive, running, until
 from real_models import stories260k
+from warm_processes import warm_starts
 
 from nobiru import LLM, PoolingParams, SamplingParams
 from nobiru.engine.client import ZmqClient
@@ -27,6 +29,13 @@ SAMPLED = SamplingParams(n=2, temperature=0.9, top_p=0.9, max_tokens=12, seed=3,
 SLOW_4 = pytest.param(4, marks=pytest.mark.slow)
 
 Text = tuple[list[int], list[float]]
+
+
+@pytest.fixture
+def warm() -> Iterator[None]:
+    """For tests that are about what workers compute. Of others, these are children of this process."""
+    with warm_starts():
+        yield
 
 
 def make_llm(model: Path, size: int, **options: Any) -> LLM:
@@ -57,6 +66,7 @@ def anonymous_bytes(pid: int) -> int:
 # ---- offline ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("size", [2, SLOW_4])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_small_models(tmp_path: Path, name: str, size: int) -> None:
@@ -70,6 +80,7 @@ def test_small_models(tmp_path: Path, name: str, size: int) -> None:
     llm.close()
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -88,6 +99,7 @@ def test_trained_models(name: str, size: int) -> None:
     llm.close()
 
 
+@pytest.mark.usefixtures("warm")
 def test_prompts_in_parts_and_preemption(language_model: Path) -> None:
     """Blocks run out, and prompts are computed in parts: workers keep in their caches what the leader thinks."""
     limits = {"max_num_batched_tokens": 16, "kv_cache_memory_bytes": 200_000, "block_size": 8, "max_model_len": 96}
@@ -98,6 +110,7 @@ def test_prompts_in_parts_and_preemption(language_model: Path) -> None:
     llm.close()
 
 
+@pytest.mark.usefixtures("warm")
 def test_embeddings(tmp_path: Path) -> None:
     from small_models import make
 
@@ -183,7 +196,7 @@ def all_pids(client: ZmqClient) -> list[int]:
 
 
 async def all_dead(pids: list[int]) -> None:
-    await until(lambda: not any(map(is_alive, pids)), timeout_s=10)
+    await until(lambda: not any(map(is_alive, pids)), timeout_s=30)
 
 
 def test_a_rank_of_two_workers(language_model: Path) -> None:
@@ -214,7 +227,7 @@ def test_a_killed_worker_takes_its_rank_along(language_model: Path, is_busy: boo
             work = asyncio.create_task(texts_of(client, PROMPTS)) if is_busy else None
             await asyncio.sleep(0.3)
             os.kill(workers_of(client)[0][0], signal.SIGKILL)
-            await until(lambda: steps.num_restarts == 1, timeout_s=10)
+            await until(lambda: steps.num_restarts == 1, timeout_s=30)
             await all_dead(before)
             found = await (work or texts_of(client, PROMPTS))
             assert found == expected

@@ -24,6 +24,8 @@ from starlette.routing import Route
 
 from nobiru.cli.main import main
 
+pytestmark = pytest.mark.alone
+
 FIRST_S, GAP_S = 0.15, 0.03
 SLACK_MS = 400  # for a machine that is busy with other things
 

@@ -92,6 +92,7 @@ def test_an_unusual_content_type_that_is_json(server: ServerProcess) -> None:
         assert httpx.post(f"{server.url}/v1/embeddings", content=body, headers=headers).status_code == 200
 
 
+@pytest.mark.alone
 def test_a_long_answer_is_whole_and_holds_nobody_up(server: ServerProcess) -> None:
     texts = [f"text {number}" for number in range(5000)]
 
