@@ -86,7 +86,8 @@ class ProbeRoutes:
         await asyncio.wait({self._probe}, timeout=PROBE_TIMEOUT_S)
         if self._probe.done() and self._probe.result():
             return None
-        return f"no forward pass ended in the last {self._forward_fresh_s:g} s, nor a probe within {PROBE_TIMEOUT_S:g} s"
+        fresh_s = self._forward_fresh_s
+        return f"no forward pass ended in the last {fresh_s:g} s, nor a probe within {PROBE_TIMEOUT_S:g} s"
 
     async def _run_probe(self) -> bool:
         try:
