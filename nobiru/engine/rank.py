@@ -8,6 +8,7 @@ Interrupts and SIGTERM are ignored: they reach the whole process group, and the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -409,8 +410,11 @@ def serve(
     """Load, say so, serve; the exit code."""
     try:
         _injected_start_fault(spec.rank_id)
+        gc.disable()  # imports make many objects and no garbage: looking through them is a seventh of the start
         from nobiru.engine.build import build_engine  # torch, after the process has said that it lives
 
+        gc.freeze()
+        gc.enable()
         _check_folder(spec)
         engine = build_engine(
             spec.engine,

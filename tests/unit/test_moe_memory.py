@@ -62,10 +62,8 @@ def test_memory_follows_the_experts_of_a_rank(folder: Path) -> None:
         command = [sys.executable, "-c", SCRIPT, str(folder), str(num_own)]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         found[num_own] = json.loads(answer.stdout)
-    slack = EXPERT_BYTES
-    for measure in ("now", "peak"):
-        for more, less in ((8, 4), (4, 1)):
-            expected = (more - less) * EXPERT_BYTES
-            assert abs(found[more][measure] - found[less][measure] - expected) < slack, (measure, found)
+    for more, less in ((8, 4), (4, 1)):
+        expected = (more - less) * EXPERT_BYTES
+        assert abs(found[more]["now"] - found[less]["now"] - expected) < EXPERT_BYTES / 4, found
     # What reading needs beside the experts is a few tensors, which the allocator may not reuse at once.
-    assert found[8]["peak"] < found[8]["now"] + 3 * EXPERT_BYTES
+    assert all(each["peak"] < each["now"] + 3 * EXPERT_BYTES for each in found.values()), found
