@@ -1,8 +1,8 @@
-"""A stack of Llama's layers, by the fastest means there are: all of them in one native call, or layer by layer.
+"""A stack of Llama's layers, by the fastest means there are: all of them in one native call, or each in parts.
 
-Owns the choice. The native stack reads the weights of the layers it stands for; it takes those whose parts are all
-plain: attention over heads, normalized head by head or not at all, and a feed-forward gated by silu, on a CPU, not
-spread over workers.
+Owns the choice. Native stacks read the weights of the layers they stand for. They take attention over heads, normalized
+head by head or not at all, on a CPU, not spread over workers; where every feed-forward is gated by silu, all is one
+call, and where some have experts, each layer's attention is one.
 
 Shape legend: T tokens, C hidden size, P pairs of a head's values.
 """
@@ -10,13 +10,13 @@ Shape legend: T tokens, C hidden size, P pairs of a head's values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from nobiru.layers.activation import ACTIVATIONS
-from nobiru.layers.decoder_block import DecoderBlock, GatedMlp, SelfAttention
+from nobiru.layers.decoder_block import DecoderBlock, FeedForward, GatedMlp, SelfAttention
 from nobiru.layers.linear import Linear, NativeLinear
 from nobiru.layers.rms_norm import HeadNorm, RmsNorm
 from nobiru.ops.native.decoder import DecoderShape, NormWeight, PackedDecoder, PackedLayer, fits
@@ -81,11 +81,34 @@ class NativeStack:
         cache: Sequence[LayerCache],
         scratch: Scratch | None,
     ) -> Tensor:
-        return self.decoder.forward(hidden_TC, turns_T1P, layout, cache, scratch.wide if scratch else None)
+        step = self.decoder.begin(hidden_TC, turns_T1P, layout, cache, scratch.sums if scratch else None)
+        return step.run()
 
 
-def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack | None:
-    """None where a layer has a part that the kernels do not take."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionStack:
+    """Attention, and the norms around it, by the kernels of `nobiru.ops.native`; feed-forwards are the layers' own."""
+
+    has_own_threads: ClassVar[bool] = True
+    decoder: PackedDecoder
+    feed_forwards: Sequence[FeedForward]
+
+    def __call__(
+        self,
+        hidden_TC: Tensor,
+        turns_T1P: Tensor,
+        layout: PagedLayout,
+        cache: Sequence[LayerCache],
+        scratch: Scratch | None,
+    ) -> Tensor:
+        step = self.decoder.begin(hidden_TC, turns_T1P, layout, cache, scratch.sums if scratch else None)
+        for layer, feed_forward in enumerate(self.feed_forwards):
+            step.sums_TC.add_(feed_forward(step.attend(layer), scratch))
+        return step.end()
+
+
+def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack | AttentionStack | None:
+    """None where a layer's attention is not one that the kernels take."""
     kernels = kernels_for(norm.weight_C)
     layers = [_packed_layer(block) for block in blocks]
     packed = [layer for layer in layers if layer is not None]
@@ -95,7 +118,7 @@ def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack 
     assert isinstance(attention, SelfAttention)
     shape = DecoderShape(
         width=norm.weight_C.shape[0],
-        inner=packed[0].down.num_in,
+        inner=0,
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_size=attention.head_size,
@@ -103,26 +126,32 @@ def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack 
     )
     if not fits(kernels, shape):
         return None
-    return NativeStack(decoder=PackedDecoder(kernels, shape, packed, _norm_weight(norm)))
+    inners = {0 if layer.feed_forward is None else layer.feed_forward[1].num_in for layer in packed}
+    whole = replace(shape, inner=min(inners))
+    if len(inners) == 1 and whole.inner and fits(kernels, whole):
+        return NativeStack(decoder=PackedDecoder(kernels, whole, packed, _norm_weight(norm)))
+    decoder = PackedDecoder(kernels, shape, [replace(layer, feed_forward=None) for layer in packed], _norm_weight(norm))
+    return AttentionStack(decoder=decoder, feed_forwards=[block.mlp for block in blocks])
 
 
 def _packed_layer(block: DecoderBlock) -> PackedLayer | None:
     attention, mlp = block.attention, block.mlp
     if not isinstance(attention, SelfAttention) or attention.clip is not None:
         return None
-    if not isinstance(mlp, GatedMlp) or mlp.activation is not ACTIVATIONS["silu"]:
-        return None
     if not isinstance(attention.qk_norm, HeadNorm | None):
         return None
-    qkv, out, gate_up, down = (_packed(each) for each in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
-    if qkv is None or out is None or gate_up is None or down is None:
+    qkv, out = _packed(attention.qkv), _packed(attention.out)
+    if qkv is None or out is None:
         return None
+    feed_forward = None
+    if isinstance(mlp, GatedMlp) and mlp.activation is ACTIVATIONS["silu"]:
+        gate_up, down = _packed(mlp.gate_up), _packed(mlp.down)
+        feed_forward = None if gate_up is None or down is None else (gate_up, down)
     head_norm = attention.qk_norm
     return PackedLayer(
         qkv=qkv,
         out=out,
-        gate_up=gate_up,
-        down=down,
+        feed_forward=feed_forward,
         attention_norm=_norm_weight(block.attention_norm),
         mlp_norm=_norm_weight(block.mlp_norm),
         qk_norm=None if head_norm is None else NormWeight(weight=head_norm.weight_HD, eps=head_norm.eps),

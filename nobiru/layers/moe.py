@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru import machine
-from nobiru.layers.activation import Activation, gated_product
+from nobiru.layers.activation import ACTIVATIONS, Activation, gated_product
 from nobiru.layers.decoder_block import FeedForward
 from nobiru.layers.routing import Router
-from nobiru.ops.grouped_gemm import RowGroups, choose_layout, gathered_sum
+from nobiru.ops.grouped_gemm import RowGroups, choose_layout, gathered_sum, join_gated
 from nobiru.ops.scratch import Scratch
 
 # Experts that take less leave their slots' pages small, so that an empty slot takes nothing of a neighbour's.
@@ -145,12 +145,17 @@ class Experts:
         self._memory = _PagedMemory(num_slots, self.slot_bytes, device)
         self._gate_up = wide.make(self._memory.rows[:, : wide.num_bytes])
         self._down = narrow.make(self._memory.rows[:, wide.num_bytes : self.slot_bytes])
+        joins = is_gated and activation is ACTIVATIONS["silu"]
+        sizes = {"width": hidden_size, "inner": intermediate_size}
+        self._joined = join_gated(self._gate_up, self._down, **sizes) if joins else None
 
     def compute(self, rows_NC: Tensor, counts_S: Sequence[int]) -> Tensor:
         """Each row through its slot's expert, [N, C]; rows are sorted by slot, `counts_S` of them for each."""
         if not rows_NC.shape[0]:
             return rows_NC
         groups = RowGroups(counts_S)
+        if self._joined is not None:
+            return self._joined(rows_NC, groups.slots, groups.starts)
         wide_NA = self._gate_up(rows_NC, groups)
         narrow_NI = gated_product(wide_NA, self._activation) if self._is_gated else self._activation.apply(wide_NA)
         return self._down(narrow_NI, groups)

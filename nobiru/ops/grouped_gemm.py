@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nobiru.ops.native.experts import NativeExperts
 from nobiru.ops.native.library import Kernels, kernels_for, load_kernels
 
 # torch's grouped product wants rows of this many bytes.
@@ -106,22 +107,22 @@ class PanelBank:
     """Panels for the kernels of `nobiru.ops.native`."""
 
     def __init__(self, kernels: Kernels, panels_S: Tensor, layout: BankLayout) -> None:
-        self._kernels = kernels
-        self._panels_S = panels_S
+        self.kernels = kernels
+        self.panels_S = panels_S
         self._layout = layout
         self._in_pairs = panels_S.ndim == 5
 
     def write(self, slot: int, weight_OI: Tensor) -> None:
-        packed = self._kernels.pack(weight_OI.to(self._layout.dtype), None, in_pairs=self._in_pairs)
-        self._panels_S[slot].copy_(packed.panels)
+        packed = self.kernels.pack(weight_OI.to(self._layout.dtype), None, in_pairs=self._in_pairs)
+        self.panels_S[slot].copy_(packed.panels)
 
     def read(self, slot: int) -> Tensor:
-        columns = self._panels_S[slot].transpose(1, 2)  # [panels, outputs of one, inputs], perhaps with pairs behind
+        columns = self.panels_S[slot].transpose(1, 2)  # [panels, outputs of one, inputs], perhaps with pairs behind
         return columns.flatten(0, 1).flatten(1)[: self._layout.num_out, : self._layout.num_in]
 
     def __call__(self, x_NI: Tensor, groups: RowGroups) -> Tensor:
         out_NO = torch.empty(x_NI.shape[0], self._layout.num_out, dtype=x_NI.dtype)
-        self._kernels.grouped_linear(x_NI, self._panels_S, groups.slots, groups.starts, out_NO, in_pairs=self._in_pairs)
+        self.kernels.grouped_linear(x_NI, self.panels_S, groups.slots, groups.starts, out_NO, in_pairs=self._in_pairs)
         return out_NO
 
 
@@ -148,6 +149,13 @@ class PlainBank:
         for slot, start, end in groups:
             out_NO[start:end] = F.linear(x_NI[start:end], self._weights_SOI[slot])
         return out_NO
+
+
+def join_gated(gate_up: Bank, down: Bank, *, width: int, inner: int) -> NativeExperts | None:
+    """Both products of experts gated by silu, and what is between them, in one call; None where no kernel does that."""
+    if not isinstance(gate_up, PanelBank) or not isinstance(down, PanelBank) or not NativeExperts.fits(width, inner):
+        return None
+    return NativeExperts(gate_up.kernels, gate_up.panels_S, down.panels_S, width=width, inner=inner)
 
 
 def gathered_sum(y_NC: Tensor, row_TK: Tensor, weight_TK: Tensor) -> Tensor:

@@ -27,11 +27,12 @@ class Buffer:
 
 class Scratch:
     """The places of one forward pass: `wide` for fused and intermediate projections, which never live at the same time,
-    `attended` for the output of attention, `narrow` for projections back to the hidden size, `scores` for those of the
-    next token. For one thread."""
+    `attended` for the output of attention, `narrow` for projections back to the hidden size, `sums` for what passes
+    through native layers, `scores` for those of the next token. For one thread."""
 
     def __init__(self) -> None:
         self.wide = Buffer()
         self.attended = Buffer()
         self.narrow = Buffer()
+        self.sums = Buffer()
         self.scores = Buffer()

@@ -12,8 +12,9 @@ from torch import Tensor
 from nobiru.folder.rope import RopeSpec
 from nobiru.layers.activation import ACTIVATIONS
 from nobiru.layers.decoder_block import DecoderBlock, GatedMlp, SelfAttention
-from nobiru.layers.decoder_stack import BlockStack, NativeStack, make_stack
+from nobiru.layers.decoder_stack import AttentionStack, BlockStack, NativeStack, make_stack
 from nobiru.layers.linear import NativeLinear, make_linear
+from nobiru.layers.moe import Experts
 from nobiru.layers.rms_norm import HeadNorm, RmsNorm
 from nobiru.layers.rotary import Rotary
 from nobiru.ops.native import threads
@@ -40,6 +41,7 @@ class Sizes:
     has_bias: bool = False
     has_norm: bool = False
     window: int | None = None
+    activation: str = "silu"
 
 
 def layers(sizes: Sizes, dtype: torch.dtype) -> tuple[list[DecoderBlock], RmsNorm, Rotary]:
@@ -75,7 +77,7 @@ def layers(sizes: Sizes, dtype: torch.dtype) -> tuple[list[DecoderBlock], RmsNor
             mlp_norm=norm(),
             mlp=GatedMlp(
                 gate_up=linear(2 * sizes.inner, sizes.width),
-                activation=ACTIVATIONS["silu"],
+                activation=ACTIVATIONS[sizes.activation],
                 down=linear(sizes.width, sizes.inner),
             ),
         )
@@ -154,10 +156,69 @@ def test_one_call_gives_what_layers_give(
         assert errors[0] < 1.2 * errors[1]
 
 
-def test_layers_with_other_parts_go_one_after_the_other() -> None:
-    for sizes in (Sizes(width=80), Sizes(inner=48), Sizes(head_size=16, num_heads=8, num_kv_heads=4)):
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("sizes", [Sizes(inner=48), Sizes(activation="gelu")], ids=["odd size", "gelu"])
+@pytest.mark.parametrize("steps", [STEPS["few"], STEPS["many"]], ids=["few", "many"])
+def test_feed_forwards_may_be_the_layers_own(
+    dtype: torch.dtype, sizes: Sizes, steps: list[tuple[list[int], list[int]]]
+) -> None:
+    blocks, norm, rotary = layers(sizes, dtype)
+    stack = make_stack(blocks, norm)
+    assert isinstance(stack, AttentionStack)
+    found = outputs(stack, sizes, dtype, rotary, steps, 2)
+    exact_blocks, exact_norm, _ = layers(sizes, torch.float32)
+    exact = outputs(BlockStack(blocks=exact_blocks, norm=exact_norm), sizes, torch.float32, rotary, steps, 1)
+    for ours_TC, exact_TC in zip(found, exact, strict=True):
+        error = (ours_TC - exact_TC).abs().max()
+        assert error < (2e-5 if dtype == torch.float32 else 0.06), error
+
+
+def test_layers_with_other_attention_go_one_after_the_other() -> None:
+    for sizes in (Sizes(width=80), Sizes(head_size=16, num_heads=8, num_kv_heads=4)):
         blocks, norm, _ = layers(sizes, torch.float32)
         assert isinstance(make_stack(blocks, norm), BlockStack), sizes
+
+
+# Rows of each slot: few and many, none, one after another and not.
+COUNTS = {
+    "one": [0, 1, 0, 0],
+    "few": [3, 0, 1, 17],
+    "none of some": [0, 40, 0, 33],
+    "many": [130, 300, 0, 171],
+    "uneven": [1, 700, 2, 90],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_experts_in_one_call(dtype: torch.dtype, stored: torch.dtype, counts: list[int], num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = Experts(
+        num_slots=4,
+        hidden_size=96,
+        intermediate_size=160,
+        activation=ACTIVATIONS["silu"],
+        compute=dtype,
+        stored=torch.bfloat16 if dtype == torch.bfloat16 else stored,
+        device=torch.device("cpu"),
+    )
+    assert experts._joined is not None
+    weights = []
+    for slot in range(4):
+        gate_up_AC = (torch.randn(320, 96, generator=generator) * 96**-0.5).bfloat16().to(dtype)
+        down_CI = (torch.randn(96, 160, generator=generator) * 160**-0.5).bfloat16().to(dtype)
+        experts.write(slot, gate_up_AC, down_CI)
+        weights.append((gate_up_AC.float(), down_CI.float()))
+    rows_NC = torch.randn(sum(counts), 96, generator=generator).to(dtype)
+    with threads.kernels_only(num_threads):
+        found_NC = experts.compute(rows_NC, counts).float()
+    expected = []
+    for rows, (gate_up_AC, down_CI) in zip(rows_NC.float().split(counts), weights, strict=True):
+        gate, up = (rows @ gate_up_AC.mT).chunk(2, 1)
+        expected.append((torch.nn.functional.silu(gate) * up) @ down_CI.mT)
+    assert torch.allclose(found_NC, torch.cat(expected), atol=1e-5 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize("rows", [1, 11, 40])

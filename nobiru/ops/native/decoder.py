@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nobiru.ops.native import threads
-from nobiru.ops.native.encoder import GRAIN, Arithmetic, MatrixStruct, address
+from nobiru.ops.native.encoder import GRAIN, MatrixStruct, address, choose_product
 from nobiru.ops.native.library import AttentionStruct, Kernels, PackedWeight, PrefillStruct
 from nobiru.ops.paged_groups import decode_rows, prefill_tiles
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
@@ -43,7 +43,7 @@ class _Decoder(ctypes.Structure):
         ("prefill", PrefillStruct),
         *((name, ctypes.c_long) for name in ("num_layers", "tokens", "width", "inner")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("is_half", "uses_tiles", "threads", "failed")),
+        *((name, ctypes.c_int) for name in ("is_half", "uses_tiles", "attends_only", "threads", "failed")),
     )
 
 
@@ -68,12 +68,14 @@ class NormWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedLayer:
-    """The weights of one layer, in the dtype of hidden states but for the matrices."""
+    """The weights of one layer, in the dtype of hidden states but for the matrices.
+
+    `feed_forward` is gate with up, and down; without it somebody else computes the layer's.
+    """
 
     qkv: PackedWeight
     out: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
+    feed_forward: tuple[PackedWeight, PackedWeight] | None
     attention_norm: NormWeight
     mlp_norm: NormWeight
     qk_norm: NormWeight | None
@@ -82,7 +84,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """What all layers have in common; feed-forwards are gated by silu."""
+    """What all layers have in common. `inner` is the number of gates of a feed-forward, 0 where there is none."""
 
     width: int
     inner: int
@@ -92,8 +94,44 @@ class DecoderShape:
     dtype: torch.dtype
 
 
+class DecoderPass:
+    """One step's tokens on their way through the layers. `sums_TC` are what has been added up so far, in float32."""
+
+    def __init__(
+        self, kernels: Kernels, arguments: _Decoder, *, sums_TC: Tensor, out_TC: Tensor, used: tuple[object, ...]
+    ) -> None:
+        """`used` is whatever else the arguments point into."""
+        self._kernels = kernels
+        self._arguments = arguments
+        self._used = used
+        self._first = arguments.layers
+        self._num_layers = arguments.num_layers
+        self.sums_TC = sums_TC
+        self._out_TC = out_TC
+
+    def run(self) -> Tensor:
+        """All layers; hidden states [T, C] behind the last norm. Keys and values go into the cache."""
+        return self._run(self._first, self._num_layers, attends_only=False)
+
+    def attend(self, layer: int) -> Tensor:
+        """That layer's attention; what its feed-forward takes, [T, C], until the next call."""
+        return self._run(self._first + layer * ctypes.sizeof(_Layer), 1, attends_only=True)
+
+    def end(self) -> Tensor:
+        """Hidden states [T, C] behind the last norm, of `sums_TC` as they are."""
+        return self._run(self._first, 0, attends_only=False)
+
+    def _run(self, layers: int, count: int, *, attends_only: bool) -> Tensor:
+        arguments = self._arguments
+        arguments.layers, arguments.num_layers, arguments.attends_only = layers, count, attends_only
+        self._kernels.library.decode(ctypes.addressof(arguments))
+        if arguments.failed:
+            raise MemoryError(f"no memory for {self._out_TC.shape[0]} tokens")
+        return self._out_TC
+
+
 class PackedDecoder:
-    """Layers that the kernels compute one after the other, and the norm behind them; for several threads at once."""
+    """Layers that the kernels compute, and the norm behind them; for several threads at once."""
 
     def __init__(self, kernels: Kernels, shape: DecoderShape, layers: Sequence[PackedLayer], norm: NormWeight) -> None:
         self._kernels = kernels
@@ -102,18 +140,15 @@ class PackedDecoder:
         self._norm = norm
         self._described: tuple[Sequence[LayerCache], ctypes.Array[_Layer]] | None = None
 
-    def forward(
+    def begin(
         self,
         hidden_TC: Tensor,
         turns_T1P: Tensor,
         layout: PagedLayout,
         cache: Sequence[LayerCache],
         buffer: Buffer | None = None,
-    ) -> Tensor:
-        """Hidden states [T, C] behind the last norm, in memory of their own; keys and values go into the cache.
-
-        Sums on the way lie in the buffer, if there is one.
-        """
+    ) -> DecoderPass:
+        """One step's tokens before the first layer. Their sums lie in the buffer, if there is one."""
         shape, num_threads = self._shape, threads.num_threads()
         rows, tiles = decode_rows(layout), prefill_tiles(layout)
         sums_TC = (buffer or Buffer()).take(*hidden_TC.shape, dtype=torch.float32).copy_(hidden_TC)
@@ -135,8 +170,9 @@ class PackedDecoder:
         if tiles is not None:
             prefill.block_table, prefill.table_width = layout.block_table.data_ptr(), layout.block_table.shape[1]
             prefill.tiles, prefill.tiles_count = tiles.data_ptr(), tiles.shape[0]
+        layers = self._describe(cache)
         arguments = _Decoder(
-            layers=ctypes.addressof(self._describe(cache)),
+            layers=ctypes.addressof(layers),
             hidden=sums_TC.data_ptr(),
             out=out_TC.data_ptr(),
             norm=self._norm.weight.data_ptr(),
@@ -153,10 +189,8 @@ class PackedDecoder:
             uses_tiles=self._uses_tiles,
             threads=num_threads,
         )
-        self._kernels.library.decode(ctypes.addressof(arguments))
-        if arguments.failed:
-            raise MemoryError(f"no memory for {hidden_TC.shape[0]} tokens")
-        return out_TC
+        used = (rows, tiles, turns_T1P, layout, layers)
+        return DecoderPass(self._kernels, arguments, sums_TC=sums_TC, out_TC=out_TC, used=used)
 
     @property
     def _uses_tiles(self) -> bool:
@@ -175,8 +209,8 @@ class PackedDecoder:
         return _Layer(
             qkv=_matrix(layer.qkv, has_tiles),
             out=_matrix(layer.out, has_tiles),
-            gate_up=_matrix(layer.gate_up, has_tiles),
-            down=_matrix(layer.down, has_tiles),
+            gate_up=MatrixStruct() if layer.feed_forward is None else _matrix(layer.feed_forward[0], has_tiles),
+            down=MatrixStruct() if layer.feed_forward is None else _matrix(layer.feed_forward[1], has_tiles),
             attention_norm=layer.attention_norm.weight.data_ptr(),
             mlp_norm=layer.mlp_norm.weight.data_ptr(),
             qk_norm=None if layer.qk_norm is None else layer.qk_norm.weight.data_ptr(),
@@ -222,14 +256,10 @@ def scores(kernels: Kernels, hidden_BC: Tensor, head: PackedWeight, buffer: Buff
 
 
 def _matrix(weight: PackedWeight, has_tiles: bool) -> MatrixStruct:
-    if weight.in_pairs:
-        by = Arithmetic.AMX_BF16 if has_tiles else Arithmetic.AVX512_BF16
-    else:
-        by = Arithmetic.HALVED if weight.panels.dtype == torch.bfloat16 else Arithmetic.FLOATS
     return MatrixStruct(
         panels=weight.panels.data_ptr(),
         bias=address(weight.bias_O),
         inputs=weight.num_in,
         outputs=weight.num_out,
-        by=by,
+        by=choose_product(weight.panels.dtype, in_pairs=weight.in_pairs, has_tiles=has_tiles),
     )

@@ -72,6 +72,13 @@ def choose_arithmetic(
     return Arithmetic.AMX_BF16 if "amx_bf16" in instructions else Arithmetic.AVX512_BF16
 
 
+def choose_product(stored: torch.dtype, *, in_pairs: bool, has_tiles: bool) -> Arithmetic:
+    """For a decoder's weights in panels: of pairs for rows of bfloat16, else for rows of float32."""
+    if in_pairs:
+        return Arithmetic.AMX_BF16 if has_tiles else Arithmetic.AVX512_BF16
+    return Arithmetic.HALVED if stored == torch.bfloat16 else Arithmetic.FLOATS
+
+
 def plan_runs(lengths_B: NDArray[np.int64], num_threads: int, width: int) -> NDArray[np.int64]:
     """The sequences at which runs begin, and the end: runs of similar work, as many for each thread.
 

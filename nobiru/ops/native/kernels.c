@@ -321,6 +321,9 @@ INLINE void fetch(const void *row, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at);
 }
 
+#define fetch_piece(piece, rows, row, bytes)                                                                           \
+    for (int t = 0; t < (piece)->count; t++) fetch((rows) + (piece)->slots[t] * (row), bytes)
+
 /* The scores of one head: weights in their place, the running sum, and the factor for what was mixed so far. */
 static float weigh(float *scores, int count, float softcap, float *highest, float *sum) {
     if (softcap > 0)
@@ -422,6 +425,8 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         long start = a->window && context > a->window ? context - a->window : 0;                                       \
         struct piece pieces[2], *now = pieces, *next = pieces + 1;                                                     \
         find_piece(now, a->block_size, table, start, context);                                                         \
+        fetch_piece(now, (const T *)a->keys + first_key * size, a->key_heads * size, a->keys_each * size * sizeof(T)); \
+        fetch_piece(now, (const T *)a->values + first_key * size, a->key_heads * size, a->keys_each * size * sizeof(T));\
         for (; start < context; start += PIECE) {                                                                      \
             find_piece(next, a->block_size, table, start + PIECE, context);                                            \
             for (long head = 0; head < heads;) {                                                                       \

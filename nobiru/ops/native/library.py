@@ -106,7 +106,7 @@ class Kernels:
         self._weighted_sum = self._by_dtype(
             "weighted_sum", pointer, pointer, pointer, pointer, number, number, number, flag
         )
-        for function in (library.decode, library.score):
+        for function in (library.decode, library.score, library.compute_experts):
             function.argtypes, function.restype = (pointer,), None
         self._largest_places = library.largest_places
         self._largest_places.argtypes = (pointer, number, pointer, number, number, flag)
