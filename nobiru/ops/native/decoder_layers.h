@@ -95,8 +95,9 @@ static void project_gated(const struct matrix *m, const struct inputs *in, long 
         for (long number = 0; number < blocks; number++) {
             const struct block b = find_block(m, number, blocks, rows);
             const char *x = in->rows + b.row * in->stride;
-            multiply_panel((int)m->by, weights, x, in->stride, b.rows, m->inputs, gates);
-            multiply_panel((int)m->by, weights + to_ups, x, in->stride, b.rows, m->inputs, ups);
+            multiply_panel((int)m->by, weights, x, in->stride, b.rows, m->inputs, fetch_of(m, panel, number, blocks), gates);
+            multiply_panel((int)m->by, weights + to_ups, x, in->stride, b.rows, m->inputs,
+                           fetch_of(m, panel + size / WIDTH, number, blocks), ups);
             for (int r = 0; r < b.rows; r++)
                 UNROLL for (int half = 0; half < 2; half++) {
                     vec gate = load_f32(gates + r * WIDTH + half * LANES) + of_gates[half];

@@ -112,11 +112,13 @@ INLINE vec activate(const int activation, const int is_exact, vec x) {
 /* ---- products -------------------------------------------------------------------------------------------------------*/
 
 #ifdef __AVX512VNNI__
-INLINE void tile_bytes(const int rows, const int8_t *w, const uint8_t *x, long stride, long inputs, int32_t *sums_out) {
+INLINE void tile_bytes(const int rows, const int8_t *w, const uint8_t *x, long stride, long inputs, struct ahead ahead,
+                       int32_t *sums_out) {
     __m512i sums[MAX_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
     for (long k = 0; k < inputs; k += 4, w += 4 * WIDTH) {
         __m512i left = _mm512_loadu_si512(w), right = _mm512_loadu_si512(w + 2 * WIDTH);
+        fetch_next(&ahead);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t four;
             memcpy(&four, x + r * stride + k, 4);
@@ -144,8 +146,9 @@ struct inputs {
 INLINE int is_tiled(int by) { return by == PAIR_TILES || by == BYTE_TILES; }
 INLINE int rows_at_once(int by) { return is_tiled(by) ? 32 : MAX_ROWS; }
 
-/* The sums of up to rows_at_once rows by one panel, [rows, WIDTH], as float32 or int32. */
-static void multiply_panel(int by, const void *panel, const char *all_x, long bytes, int rows, long inputs, void *to) {
+/* The sums of up to rows_at_once rows by one panel, [rows, WIDTH], as float32 or int32. `ahead` as in kernels.c. */
+static void multiply_panel(int by, const void *panel, const char *all_x, long bytes, int rows, long inputs,
+                           struct ahead ahead, void *to) {
     float *sums = to;
     switch (by) {
 #ifdef HAS_TILES
@@ -265,6 +268,11 @@ INLINE struct block find_block(const struct matrix *m, long number, long blocks,
     return (struct block){row, (int)((end < rows ? end : rows) - row)};
 }
 
+INLINE struct ahead fetch_of(const struct matrix *m, long panel, long number, long blocks) {
+    const long bytes = panel_bytes(m), turn = m->by == HALVED ? 2 * WIDTH : 4 * WIDTH;
+    return fetch_part((const char *)m->panels + panel * bytes, bytes, number, blocks, turn);
+}
+
 /* A linear layer on some rows, of these panels of outputs: one by one, each read from memory once for all rows. */
 static void project_panels(const struct matrix *m, const struct inputs *in, long rows, const struct finish *to,
                            long first_panel, long last_panel) {
@@ -274,7 +282,7 @@ static void project_panels(const struct matrix *m, const struct inputs *in, long
         for (long number = 0; number < blocks; number++) {
             const struct block b = find_block(m, number, blocks, rows);
             multiply_panel((int)m->by, (const char *)m->panels + panel * panel_bytes(m), in->rows + b.row * in->stride,
-                           in->stride, b.rows, m->inputs, sums);
+                           in->stride, b.rows, m->inputs, fetch_of(m, panel, number, blocks), sums);
             finish(m->by >= BYTES, m, in, to, sums, b.row, b.rows, panel * WIDTH);
         }
 }

@@ -123,7 +123,8 @@ int32_t multiplies_bf16_pairs(void) {
  *
  * The weight is in panels of WIDTH outputs, [panels, inputs, WIDTH]; for pairs [panels, inputs / 2, WIDTH, 2].
  * Missing outputs of the last panel are zeros. x is [rows, inputs] with `stride` values from row to row, y is
- * [rows, outputs]. A tile is up to MAX_ROWS rows by one panel, and its sums stay in registers.
+ * [rows, outputs]. A tile is up to MAX_ROWS rows by one panel, and its sums stay in registers. Meanwhile a part of the next
+ * panel is fetched, as large for each of this one's tiles, so that memory is never at rest.
  */
 
 #define PUT(NAME, T, SET)                                                                                              \
@@ -139,12 +140,29 @@ PUT(put_f32, float, set_f32)
 PUT(put_bf16, bf16, set_bf16)
 #endif
 
+struct ahead {
+    const char *next;
+    long step; /* bytes for each turn of a tile's loop */
+};
+
+/* For tile number `number` of `tiles`; a turn takes `turn` bytes of the panel. */
+INLINE struct ahead fetch_part(const void *panel, long bytes, long number, long tiles, long turn) {
+    return (struct ahead){(const char *)panel + bytes + number * bytes / tiles, turn / tiles};
+}
+INLINE void fetch_next(struct ahead *ahead) {
+    __builtin_prefetch(ahead->next, 0, 2);
+    if (ahead->step > 64) __builtin_prefetch(ahead->next + 64, 0, 2);
+    ahead->next += ahead->step;
+}
+
 #define TILE(NAME, WEIGHT, LOAD)                                                                                       \
-    INLINE void NAME(const int rows, const WEIGHT *w, const float *x, long stride, long inputs, float *sums_out) {     \
+    INLINE void NAME(const int rows, const WEIGHT *w, const float *x, long stride, long inputs, struct ahead ahead,    \
+                     float *sums_out) {                                                                                \
         vec sums[MAX_ROWS][2];                                                                                         \
         UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (vec){0};                                      \
         for (long k = 0; k < inputs; k++, w += WIDTH) {                                                                \
             vec w0 = LOAD(w), w1 = LOAD(w + LANES);                                                                    \
+            fetch_next(&ahead);                                                                                        \
             UNROLL for (int r = 0; r < rows; r++) {                                                                    \
                 vec value = splat(x[r * stride + k]);                                                                  \
                 sums[r][0] += value * w0;                                                                              \
@@ -161,11 +179,13 @@ TILE(tile_f32, float, load_f32)
 TILE(tile_bf16, bf16, load_bf16)
 
 #ifdef __AVX512BF16__
-INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride, long inputs, float *sums_out) {
+INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride, long inputs, struct ahead ahead,
+                       float *sums_out) {
     __m512 sums[MAX_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (long k = 0; k < inputs; k += 2, w += 2 * WIDTH) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 2 * LANES);
+        fetch_next(&ahead);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t pair;
             memcpy(&pair, x + r * stride + k, 4);
@@ -183,7 +203,7 @@ INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride
 
 #define CASE(TILE_NAME, N)                                                                                             \
     case N:                                                                                                            \
-        TILE_NAME(N, w, x, stride, inputs, sums);                                                                      \
+        TILE_NAME(N, w, x, stride, inputs, ahead, sums);                                                                    \
         break;
 
 #if MAX_ROWS == 12
@@ -202,6 +222,8 @@ INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride
         for (long block = 0; block < blocks; block++) {                                                                \
             long first = block * rows / blocks, last = (block + 1) * rows / blocks;                                    \
             const X *x = all_x + first * stride;                                                                       \
+            const long turn = WIDTH * (long)sizeof(WEIGHT);                                                            \
+            struct ahead ahead = fetch_part(w, inputs * turn, block, blocks, sizeof(X) == 2 ? 2 * turn : turn);        \
             float sums[MAX_ROWS * WIDTH];                                                                              \
             switch (last - first) { ALL_CASES(TILE_NAME) }                                                             \
             PUT_NAME(sums, (int)(last - first), y + first * outputs, outputs, count, bias);                            \
@@ -321,8 +343,14 @@ INLINE void fetch(const void *row, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at);
 }
 
-#define fetch_piece(piece, rows, row, bytes)                                                                           \
-    for (int t = 0; t < (piece)->count; t++) fetch((rows) + (piece)->slots[t] * (row), bytes)
+/* Of a task that this thread may take when the present one is done. */
+static void find_first_piece(const struct attention *a, struct piece *piece, long task) {
+    const long sequence = task / (a->key_heads / a->keys_each);
+    piece->count = 0;
+    if (sequence >= a->sequences || a->keys_each < a->key_heads) return;
+    const long context = a->contexts[sequence], start = a->window && context > a->window ? context - a->window : 0;
+    find_piece(piece, a->block_size, a->block_table + sequence * a->table_width, start, context);
+}
 
 /* The scores of one head: weights in their place, the running sum, and the factor for what was mixed so far. */
 static float weigh(float *scores, int count, float softcap, float *highest, float *sum) {
@@ -351,11 +379,11 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
 #ifdef __AVX512BF16__
 #include "pairs_attention.h"
 #else
-#define score_by_pairs(a, keys, now, heads, group, scores) 0
-#define mix_by_pairs(a, keys, values, now, next, group, scores, shrink, mixed) 0
+#define score_by_pairs(a, keys, now, next, heads, group, scores) 0
+#define mix_by_pairs(a, values, now, next, group, scores, shrink, mixed) 0
 #endif
-#define score_by_vectors(a, keys, now, heads, group, scores) 0
-#define mix_by_vectors(a, keys, values, now, next, group, scores, shrink, mixed) 0
+#define score_by_vectors(a, keys, now, next, heads, group, scores) 0
+#define mix_by_vectors(a, values, now, next, group, scores, shrink, mixed) 0
 
 /* One piece for GROUP_SIZE query heads of one key head; heads, q, mixed, highest and sums are those of the first. Scores
  * are SCORED some other way, or q times keys here, and so are values MIXED. */
@@ -366,7 +394,7 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         const int group = GROUP_SIZE, vectors = (int)(a->size / LANES);                                                \
         const long size = a->size, row = a->key_heads * size;                                                          \
         float scores[GROUP_SIZE][PIECE], shrink[GROUP_SIZE];                                                           \
-        const int unscored = SCORED(a, keys, now, heads, GROUP_SIZE, scores[0]) ? 0 : now->count;                      \
+        const int unscored = SCORED(a, keys, now, next, heads, GROUP_SIZE, scores[0]) ? 0 : now->count;                      \
         for (int t = 0; t < unscored; t++) {                                                                           \
             const T *key = keys + now->slots[t] * row;                                                                 \
             vec partial[GROUP_SIZE];                                                                                   \
@@ -379,7 +407,7 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         }                                                                                                              \
         for (int g = 0; g < group; g++)                                                                                \
             shrink[g] = weigh(scores[g], now->count, a->softcap, highest + g, sums + g);                               \
-        if (MIXED(a, keys, values, now, next, GROUP_SIZE, scores[0], shrink, mixed)) return;                           \
+        if (MIXED(a, values, now, next, GROUP_SIZE, scores[0], shrink, mixed)) return;                           \
         for (int i = 0; i < vectors; i++) {                                                                            \
             vec so_far[GROUP_SIZE];                                                                                    \
             UNROLL for (int g = 0; g < group; g++) so_far[g] = load_f32(mixed + g * size + i * LANES) * shrink[g];     \
@@ -425,10 +453,9 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         long start = a->window && context > a->window ? context - a->window : 0;                                       \
         struct piece pieces[2], *now = pieces, *next = pieces + 1;                                                     \
         find_piece(now, a->block_size, table, start, context);                                                         \
-        fetch_piece(now, (const T *)a->keys + first_key * size, a->key_heads * size, a->keys_each * size * sizeof(T)); \
-        fetch_piece(now, (const T *)a->values + first_key * size, a->key_heads * size, a->keys_each * size * sizeof(T));\
         for (; start < context; start += PIECE) {                                                                      \
             find_piece(next, a->block_size, table, start + PIECE, context);                                            \
+            if (next->count <= 0) find_first_piece(a, next, task + a->threads);                                        \
             for (long head = 0; head < heads;) {                                                                       \
                 long key_head = first_key + head / per_key, left = per_key - head % per_key;                           \
                 const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size;\

@@ -18,31 +18,34 @@ INLINE __m512 totals(const __m512 *x) {
                          _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
 }
 
-/* As score_by_tiles, for heads of any whole number of 32 values. */
-static int score_by_pairs(const struct attention *a, const bf16 *keys, const struct piece *now, const bf16 *heads,
-                          int group, float *scores) {
+/* As score_by_tiles, for heads of any whole number of 32 values; fetches the next piece's keys. */
+static int score_by_pairs(const struct attention *a, const bf16 *keys, const struct piece *now,
+                          const struct piece *next, const bf16 *heads, int group, float *scores) {
     if (score_by_tiles(a, keys, now, heads, group, scores)) return 1;
     const long size = a->size, row = a->key_heads * size;
     if (size % 32) return 0;
-    for (int t = 0; t < now->count; t += 16)
+    for (int t = 0; t < now->count; t += 16) {
+        const bf16 *rows[16];
+        for (int i = 0; i < 16; i++) rows[i] = keys + now->slots[t + i < now->count ? t + i : t] * row;
         for (int g = 0; g < group; g++) {
             __m512 sums[16];
-            UNROLL for (int i = 0; i < 16; i++) {
-                const bf16 *key = keys + now->slots[t + i < now->count ? t + i : t] * row;
-                sums[i] = _mm512_setzero_ps();
-                for (long at = 0; at < size; at += 32)
-                    sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_loadu_si512(key + at),
-                                               (__m512bh)_mm512_loadu_si512(heads + g * size + at));
+            UNROLL for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+            for (int i = g * 16 / group; i < (g + 1) * 16 / group && t + i < next->count; i++)
+                fetch(keys + next->slots[t + i] * row, size * sizeof(bf16));
+            for (long at = 0; at < size; at += 32) {
+                __m512bh query = (__m512bh)_mm512_loadu_si512(heads + g * size + at);
+                UNROLL for (int i = 0; i < 16; i++)
+                    sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_loadu_si512(rows[i] + at), query);
             }
             _mm512_storeu_ps(scores + g * PIECE + t, _mm512_mul_ps(totals(sums), _mm512_set1_ps(a->scale)));
         }
+    }
     return 1;
 }
 
-/* mixed [group, size] = mixed * shrink + weights @ values of the piece, 32 values at a time; fetches the next piece. */
-INLINE void mix_pairs(const int group, const struct attention *a, const bf16 *keys, const bf16 *values,
-                      const struct piece *now, const struct piece *next, const float *scores, const float *shrink,
-                      float *mixed) {
+/* mixed [group, size] = mixed * shrink + weights @ values of the piece, 32 values at a time; fetches the next values. */
+INLINE void mix_pairs(const int group, const struct attention *a, const bf16 *values, const struct piece *now,
+                      const struct piece *next, const float *scores, const float *shrink, float *mixed) {
     const long size = a->size, row = a->key_heads * size;
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -56,10 +59,8 @@ INLINE void mix_pairs(const int group, const struct attention *a, const bf16 *ke
         for (int t = 0; t < now->count; t += 2) {
             const int other = t + 1 < now->count ? t + 1 : t;
             if (at == 0)
-                for (int ahead = t; ahead < t + 2 && ahead < next->count; ahead++) {
-                    fetch(keys + next->slots[ahead] * row, size * sizeof(bf16));
+                for (int ahead = t; ahead < t + 2 && ahead < next->count; ahead++)
                     fetch(values + next->slots[ahead] * row, size * sizeof(bf16));
-                }
             __m512i even = _mm512_loadu_si512(values + now->slots[t] * row + at);
             __m512i odd = _mm512_loadu_si512(values + now->slots[other] * row + at);
             __m512bh left = (__m512bh)_mm512_unpacklo_epi16(even, odd), right = (__m512bh)_mm512_unpackhi_epi16(even, odd);
@@ -80,14 +81,14 @@ INLINE void mix_pairs(const int group, const struct attention *a, const bf16 *ke
     }
 }
 
-static int mix_by_pairs(const struct attention *a, const bf16 *keys, const bf16 *values, const struct piece *now,
+static int mix_by_pairs(const struct attention *a, const bf16 *values, const struct piece *now,
                         const struct piece *next, int group, const float *scores, const float *shrink, float *mixed) {
     if (a->size % 32) return 0;
     switch (group) {
-        case 1: mix_pairs(1, a, keys, values, now, next, scores, shrink, mixed); break;
-        case 2: mix_pairs(2, a, keys, values, now, next, scores, shrink, mixed); break;
-        case 3: mix_pairs(3, a, keys, values, now, next, scores, shrink, mixed); break;
-        default: mix_pairs(4, a, keys, values, now, next, scores, shrink, mixed);
+        case 1: mix_pairs(1, a, values, now, next, scores, shrink, mixed); break;
+        case 2: mix_pairs(2, a, values, now, next, scores, shrink, mixed); break;
+        case 3: mix_pairs(3, a, values, now, next, scores, shrink, mixed); break;
+        default: mix_pairs(4, a, values, now, next, scores, shrink, mixed);
     }
     return 1;
 }
