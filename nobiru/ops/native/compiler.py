@@ -33,6 +33,7 @@ _HEADERS = tuple(
         "encoder_attention",
         "encoder_layers",
         "decoder_layers",
+        "expert_layers",
     )
 )
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")

@@ -1,4 +1,4 @@
-"""Calls the experts of `decoder_layers.h` with torch tensors: all experts of a layer on rows sorted by slot.
+"""Calls the kernels of `expert_layers.h` with torch tensors: all experts of a layer on rows sorted by slot.
 
 Shape legend: S slots, N rows, C hidden size, g groups of rows.
 """

@@ -1,0 +1,112 @@
+/* The experts of a layer, both products and what is between them in one call, for kernels.c, which includes this. Products
+ * are those of encoder_layers.h and decoder_layers.h.
+ *
+ * Rows are sorted by expert, each goes through its own: down(silu(gate) * up). Many rows of an expert are cut into blocks,
+ * which pass through both products on one thread; few share what they read of the weights.
+ */
+
+struct experts {
+    struct matrix gate_up, down; /* of slot 0 */
+    const int64_t *slots, *starts; /* group g is rows starts[g] to starts[g + 1], by slot slots[g] */
+    const char *rows;              /* [rows, inputs of gate_up] */
+    char *out;                     /* [rows, outputs of down] */
+    long groups, slot_bytes, threads;
+    int is_half, uses_tiles, failed;
+    char *inner, *inputs; /* of all rows, where they are few */
+    long parts_each, rows_each;
+};
+
+INLINE struct matrix of_slot(const struct experts *e, const struct matrix *first, long group) {
+    struct matrix m = *first;
+    m.panels = (const char *)m.panels + e->slots[group] * e->slot_bytes;
+    return m;
+}
+
+INLINE long expert_row(const struct experts *e, long values) { return values * (e->is_half ? 2 : 4); }
+
+/* A block of one group's rows through both products. */
+static void expert_block(void *arguments, long part) {
+    struct experts *e = arguments;
+    long group = 0, first, end;
+    for (;; group++) { /* parts of a group follow each other */
+        const long rows = e->starts[group + 1] - e->starts[group], parts = (rows + e->rows_each - 1) / e->rows_each;
+        if (part < parts) {
+            first = e->starts[group] + part * rows / parts, end = e->starts[group] + (part + 1) * rows / parts;
+            break;
+        }
+        part -= parts;
+    }
+    const long rows = end - first, width = e->gate_up.inputs, inner = e->down.inputs;
+    const long of_inputs = up_to(rows, 32) * expert_row(e, inner > width ? inner : width);
+    char *memory = space(SPACE_OF_PART, of_inputs + rows * expert_row(e, inner));
+    if (!memory) {
+        e->failed = 1;
+        return;
+    }
+    const struct matrix gate_up = of_slot(e, &e->gate_up, group), down = of_slot(e, &e->down, group);
+    struct finish to = {.is_half = e->is_half, .values = e->out + first * expert_row(e, down.outputs)};
+    begin_pairs(e->uses_tiles);
+    struct inputs in = inputs_of((int)gate_up.by, e->is_half, e->rows + first * expert_row(e, width), rows, width, memory);
+    project_gated(&gate_up, &in, rows, e->is_half, memory + of_inputs, 0, inner / WIDTH);
+    in = inputs_of((int)down.by, e->is_half, memory + of_inputs, rows, inner, memory);
+    project(&down, &in, rows, &to);
+    end_pairs(e->uses_tiles);
+}
+
+/* Some panels of one product for all rows of a group; of the first if `gates`, else of the second. */
+static void expert_panels(struct experts *e, long part, int gates) {
+    const long group = part / e->parts_each, start = e->starts[group], rows = e->starts[group + 1] - start;
+    const struct matrix m = of_slot(e, gates ? &e->gate_up : &e->down, group);
+    const long panels = (gates ? m.outputs / 2 : m.outputs) / WIDTH, number = part % e->parts_each;
+    const long first = number * panels / e->parts_each, last = (number + 1) * panels / e->parts_each;
+    const long inner = expert_row(e, e->down.inputs);
+    /* Where rows have to lie as tiles they were arranged before, each group's from a whole tile on. */
+    const char *x = gates ? e->rows + start * expert_row(e, m.inputs) : e->inner + start * inner;
+    const int tiled = is_tiled((int)m.by);
+    struct inputs in = {tiled ? e->inputs + (start + 32 * group) * expert_row(e, m.inputs) : x, expert_row(e, m.inputs), 0, 0};
+    begin_pairs(e->uses_tiles);
+    if (gates) {
+        project_gated(&m, &in, rows, e->is_half, e->inner + start * inner, first, last);
+    } else {
+        struct finish to = {.is_half = e->is_half, .values = e->out + start * expert_row(e, m.outputs)};
+        project_panels(&m, &in, rows, &to, first, last);
+    }
+    end_pairs(e->uses_tiles);
+}
+static void expert_gates_part(void *arguments, long part) { expert_panels(arguments, part, 1); }
+static void expert_downs_part(void *arguments, long part) { expert_panels(arguments, part, 0); }
+
+static void arrange_groups(const struct experts *e, const struct matrix *m, const char *rows) {
+    if (!is_tiled((int)m->by)) return;
+    const long row = expert_row(e, m->inputs);
+    for (long group = 0; group < e->groups; group++) {
+        const long start = e->starts[group];
+        inputs_of((int)m->by, e->is_half, rows + start * row, e->starts[group + 1] - start, m->inputs,
+                  e->inputs + (start + 32 * group) * row);
+    }
+}
+
+void compute_experts(struct experts *e) {
+    const long rows = e->starts[e->groups], inner = e->down.inputs, width = e->gate_up.inputs;
+    if (rows >= FEW_ROWS * e->groups) {
+        const long each = (rows + e->threads * MOST_ROWS - 1) / (e->threads * MOST_ROWS) * e->threads;
+        long parts = 0;
+        e->rows_each = (rows + each - 1) / each;
+        for (long group = 0; group < e->groups; group++)
+            parts += (e->starts[group + 1] - e->starts[group] + e->rows_each - 1) / e->rows_each;
+        in_parallel(expert_block, e, parts, (int)e->threads);
+        return;
+    }
+    const long of_inner = up_to(rows * expert_row(e, inner), 64);
+    e->inner = space(SPACE_OF_RUN, of_inner + (rows + 32 * e->groups) * expert_row(e, inner > width ? inner : width));
+    if (!e->inner) {
+        e->failed = 1;
+        return;
+    }
+    e->inputs = e->inner + of_inner;
+    e->parts_each = (8 * e->threads + e->groups - 1) / e->groups;
+    arrange_groups(e, &e->gate_up, e->rows);
+    in_parallel(expert_gates_part, e, e->groups * e->parts_each, (int)e->threads);
+    arrange_groups(e, &e->down, e->inner);
+    in_parallel(expert_downs_part, e, e->groups * e->parts_each, (int)e->threads);
+}
