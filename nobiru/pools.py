@@ -7,14 +7,14 @@ still grow by one. A service counts its threads at the start and keeps that numb
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 
-def fixed_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose `num_threads` threads, called `name` and a number, have all been started."""
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+def fixed_pool(num_threads: int, name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
+    """A pool whose `num_threads` threads, called `name` and a number, have started and called `initializer`."""
+    pool = ThreadPoolExecutor(num_threads, name, initializer)
     # None of them is free for a second wait before all of them have come to their first.
     together = threading.Barrier(num_threads)
-    for _ in range(num_threads):
-        pool.submit(together.wait)
+    wait([pool.submit(together.wait) for _ in range(num_threads)])
     return pool

@@ -11,12 +11,13 @@ Owns the cut, a pure function, and the threads. Knows nothing of models.
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
 import torch
+
+from nobiru.pools import fixed_pool
 
 Input = TypeVar("Input")
 Result = TypeVar("Result")
@@ -67,10 +68,8 @@ class ShareThreads:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, "share", initializer=_use_one_core)
         # The setting is each thread's own, but it is also what threads started later begin with: start all, reset it.
-        barrier = threading.Barrier(num_threads)
-        wait([self._pool.submit(barrier.wait) for _ in range(num_threads)])
+        self._pool = fixed_pool(num_threads, "share", _use_one_core)
         torch.set_num_threads(num_threads)
 
     def map(self, function: Callable[[Input], Result], shares: Sequence[Input]) -> list[Result]:

@@ -40,7 +40,7 @@ struct pass {
 
 #define FEW_ROWS 96
 
-INLINE long row_bytes(const struct decoder *d, long values) { return values * (d->is_half ? 2 : 4); }
+INLINE long row_bytes(const struct decoder *d, long values) { return values * value_bytes(d->is_half); }
 
 static void normalize_rms(const struct decoder *d, const void *weight, float eps, long first, long rows, char *to) {
     for (long r = 0; r < rows; r++) {
@@ -70,8 +70,7 @@ static void place_rows(const struct pass *p, long first, long rows) {
             for (long i = 0; i < size; i += LANES) {
                 vec value = get(half, row, head + i), turn = load_f32(d->turns + r * size + i);
                 if (p->layer->qk_norm) value *= factor * get(half, p->layer->qk_norm, head + i);
-                vec swapped = SHUFFLE(value, SWAPPED), c = SHUFFLE(turn, EVENS), s = SHUFFLE(turn, ODDS);
-                set(half, row, head + i, value * c + swapped * s * SIGNS);
+                set(half, row, head + i, turn_by(value, turn));
             }
         }
         const long at = row_bytes(d, d->slots[r] * of_keys), bytes = row_bytes(d, of_keys);
@@ -102,7 +101,7 @@ static void project_gated(const struct matrix *m, const struct inputs *in, long 
                 UNROLL for (int half = 0; half < 2; half++) {
                     vec gate = load_f32(gates + r * WIDTH + half * LANES) + of_gates[half];
                     vec up = load_f32(ups + r * WIDTH + half * LANES) + of_ups[half];
-                    set(is_half, values, (b.row + r) * size + panel * WIDTH + half * LANES, gate * sigmoid(!is_half, gate) * up);
+                    set(is_half, values, (b.row + r) * size + panel * WIDTH + half * LANES, activate(SILU, !is_half, gate) * up);
                 }
         }
     }
@@ -206,9 +205,9 @@ static void product_part(void *arguments, long part) {
 
 static void share_product(const struct decoder *d, const struct matrix *m, const char *rows, char *memory,
                           const struct finish *to, char *gated) {
-    const long panels = (gated ? m->outputs / 2 : m->outputs) / WIDTH, each = panels / (d->threads * 8);
+    const long panels = (gated ? m->outputs / 2 : m->outputs) / WIDTH;
     struct shared_product s = {d, m, inputs_of((int)m->by, d->is_half, rows, d->tokens, m->inputs, memory), to, gated,
-                               panels, each < 1 ? 1 : each > 16 ? 16 : each};
+                               panels, panels_at_once(panels, d->threads)};
     in_parallel(product_part, &s, (panels + s.panels_each - 1) / s.panels_each, d->threads);
 }
 
@@ -271,6 +270,20 @@ static void pass_many(struct pass *p) {
     }
 }
 
+void decode(struct decoder *d) {
+    struct pass p = {.d = d, .heads = d->decode.heads, .key_heads = d->decode.key_heads, .size = d->decode.size};
+    const long of_qkv = up_to(d->tokens * row_bytes(d, (p.heads + 2 * p.key_heads) * p.size), 64);
+    p.qkv = space(SPACE_OF_RUN, of_qkv + d->tokens * row_bytes(d, p.heads * p.size));
+    if (!p.qkv) {
+        d->failed = 1;
+        return;
+    }
+    p.attended = p.qkv + of_qkv;
+    if (d->tokens < FEW_ROWS) pass_few(&p);
+    else pass_many(&p);
+    if (!d->attends_only) normalize_rms(d, d->norm, d->eps, 0, d->tokens, d->out);
+}
+
 /* ---- scores ---------------------------------------------------------------------------------------------------------*/
 
 /* Scores of the next token: float32 values of a product with rows of bfloat16. */
@@ -288,18 +301,4 @@ void score(struct scores *s) {
     char *memory = space(SPACE_OF_PART, up_to(s->count, 32) * s->head.inputs * (long)sizeof(bf16));
     if (memory) share_product(&d, &s->head, s->rows, memory, &to, 0);
     else s->failed = 1;
-}
-
-void decode(struct decoder *d) {
-    struct pass p = {.d = d, .heads = d->decode.heads, .key_heads = d->decode.key_heads, .size = d->decode.size};
-    const long of_qkv = up_to(d->tokens * row_bytes(d, (p.heads + 2 * p.key_heads) * p.size), 64);
-    p.qkv = space(SPACE_OF_RUN, of_qkv + d->tokens * row_bytes(d, p.heads * p.size));
-    if (!p.qkv) {
-        d->failed = 1;
-        return;
-    }
-    p.attended = p.qkv + of_qkv;
-    if (d->tokens < FEW_ROWS) pass_few(&p);
-    else pass_many(&p);
-    if (!d->attends_only) normalize_rms(d, d->norm, d->eps, 0, d->tokens, d->out);
 }

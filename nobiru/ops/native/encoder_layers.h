@@ -52,6 +52,7 @@ struct run {
 
 #define MOST_ROWS 128 /* that pass through the layers behind attention at a time */
 
+INLINE long value_bytes(int is_half) { return is_half ? 2 : 4; }
 INLINE vec get(int is_half, const void *p, long i) {
     return is_half ? load_bf16((const bf16 *)p + i) : load_f32((const float *)p + i);
 }
@@ -317,7 +318,7 @@ static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, lo
 
 /* Rows [rows, size] as `by` takes them, in `memory` if they have to be others than they are. */
 static struct inputs inputs_of(int by, int is_half, const char *rows_of_values, long rows, long size, char *memory) {
-    const long bytes = size * (is_half ? 2 : 4);
+    const long bytes = size * value_bytes(is_half);
     if (by < PAIR_TILES) return (struct inputs){rows_of_values, bytes, 0, 0};
     if (by == PAIR_TILES) {
         for (long r = 0; r < rows; r++) {
@@ -357,8 +358,6 @@ static void normalize(int is_half, const struct norm *norm, const float *rows_of
 
 /* ---- stages of a layer ----------------------------------------------------------------------------------------------*/
 
-INLINE long value_bytes(const struct encoder *e) { return e->is_half ? 2 : 4; }
-
 /* Memory of a part, for up to MOST_ROWS rows: inputs as tiles or bytes, values of the feed-forward, and sums with the
  * residual. Tiles may be read behind the last row. */
 struct part_memory {
@@ -369,7 +368,7 @@ struct part_memory {
 static int take_part_memory(const struct encoder *e, struct part_memory *memory) {
     const long widest = e->width > e->inner ? e->width : e->inner;
     const long of_inputs = up_to(MOST_ROWS * widest * (e->by == PAIR_TILES ? 2 : 1) + 8 * MOST_ROWS, 64);
-    const long of_inner = up_to(MOST_ROWS * e->inner * value_bytes(e), 64);
+    const long of_inner = up_to(MOST_ROWS * e->inner * value_bytes(e->is_half), 64);
     char *all = space(SPACE_OF_PART, of_inputs + of_inner + 4 * MOST_ROWS * e->width);
     if (!all) return 1;
     memory->inputs = all, memory->inner = all + of_inputs, memory->added = (float *)(all + of_inputs + of_inner);
@@ -384,7 +383,7 @@ static void project_rows(const struct run *run, long first, long rows) {
         run->e->failed = 1;
         return;
     }
-    const long row = e->width * value_bytes(e);
+    const long row = e->width * value_bytes(e->is_half);
     struct inputs in = inputs_of(e->by, e->is_half, run->hidden + first * row, rows, e->width, memory.inputs);
     struct finish to = {NO_ACTIVATION, e->is_half, run->qkv + 3 * first * row, 0, 0};
     project(&run->layer->qkv, &in, rows, &to);
@@ -399,7 +398,7 @@ static void finish_rows(const struct run *run, long first, long rows) {
         run->e->failed = 1;
         return;
     }
-    const long row = e->width * value_bytes(e);
+    const long row = e->width * value_bytes(e->is_half);
     char *hidden = run->hidden + first * row;
     struct finish sum = {NO_ACTIVATION, e->is_half, 0, memory.added, hidden};
     struct finish inner = {e->activation, e->is_half, memory.inner, 0, 0};
@@ -415,7 +414,7 @@ static void finish_rows(const struct run *run, long first, long rows) {
 
 /* Queries, keys, values and what attention gives, for `rows` rows; 1 if there is no memory. */
 static int begin_run(struct run *run, struct encoder *e, long first_sequence, long sequences) {
-    const long start = e->starts[first_sequence], row = e->width * value_bytes(e);
+    const long start = e->starts[first_sequence], row = e->width * value_bytes(e->is_half);
     const long rows = e->starts[first_sequence + sequences] - start, of_qkv = up_to(3 * row * rows, 64);
     char *memory = space(SPACE_OF_RUN, of_qkv + rows * row);
     if (!memory) return 1;
@@ -456,9 +455,9 @@ static void encode_run(void *arguments, long number) {
     static void NAME(void *arguments, long part) {                                                                     \
         const struct run *run = arguments;                                                                             \
         const long first = part * run->rows_each, left = run->rows - first;                                            \
-        begin_pairs(run->e->uses_tiles);                                                                                            \
+        begin_pairs(run->e->uses_tiles);                                                                               \
         STAGE(run, first, left < run->rows_each ? left : run->rows_each);                                              \
-        end_pairs(run->e->uses_tiles);                                                                                              \
+        end_pairs(run->e->uses_tiles);                                                                                 \
     }
 ROWS_PART(project_rows_part, project_rows)
 ROWS_PART(finish_rows_part, finish_rows)

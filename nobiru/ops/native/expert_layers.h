@@ -22,7 +22,7 @@ INLINE struct matrix of_slot(const struct experts *e, const struct matrix *first
     return m;
 }
 
-INLINE long expert_row(const struct experts *e, long values) { return values * (e->is_half ? 2 : 4); }
+INLINE long expert_row(const struct experts *e, long values) { return values * value_bytes(e->is_half); }
 
 /* A block of one group's rows through both products. */
 static void expert_block(void *arguments, long part) {
@@ -59,14 +59,13 @@ static void expert_panels(struct experts *e, long part, int gates) {
     const struct matrix m = of_slot(e, gates ? &e->gate_up : &e->down, group);
     const long panels = (gates ? m.outputs / 2 : m.outputs) / WIDTH, number = part % e->parts_each;
     const long first = number * panels / e->parts_each, last = (number + 1) * panels / e->parts_each;
-    const long inner = expert_row(e, e->down.inputs);
+    const long row = expert_row(e, m.inputs);
     /* Where rows have to lie as tiles they were arranged before, each group's from a whole tile on. */
-    const char *x = gates ? e->rows + start * expert_row(e, m.inputs) : e->inner + start * inner;
-    const int tiled = is_tiled((int)m.by);
-    struct inputs in = {tiled ? e->inputs + (start + 32 * group) * expert_row(e, m.inputs) : x, expert_row(e, m.inputs), 0, 0};
+    const char *x = is_tiled((int)m.by) ? e->inputs + (start + 32 * group) * row : (gates ? e->rows : e->inner) + start * row;
+    struct inputs in = {x, row, 0, 0};
     begin_pairs(e->uses_tiles);
     if (gates) {
-        project_gated(&m, &in, rows, e->is_half, e->inner + start * inner, first, last);
+        project_gated(&m, &in, rows, e->is_half, e->inner + start * expert_row(e, e->down.inputs), first, last);
     } else {
         struct finish to = {.is_half = e->is_half, .values = e->out + start * expert_row(e, m.outputs)};
         project_panels(&m, &in, rows, &to, first, last);

@@ -21,8 +21,7 @@ struct grouped {
     }                                                                                                                  \
     void grouped_##NAME(const WEIGHT *weights, long slot_size, const int64_t *slots, const int64_t *starts,            \
                         long groups, const X *x, long stride, Y *y, long inputs, long outputs, int threads) {          \
-        long panels = (outputs + WIDTH - 1) / WIDTH, each = groups * panels / (threads * 8);                           \
-        each = each < 1 ? 1 : each > 16 ? 16 : each;                                                                   \
+        long panels = (outputs + WIDTH - 1) / WIDTH, each = panels_at_once(groups * panels, threads);                  \
         long parts_each = (panels + each - 1) / each;                                                                  \
         struct linear all = {weights, x, 0, y, stride, 0, inputs, outputs, panels, each};                              \
         struct grouped g = {all, slots, starts, slot_size, parts_each};                                                \

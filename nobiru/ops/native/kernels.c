@@ -248,6 +248,12 @@ static void panel_widened(const bf16 *w, const float *bias, const float *x, long
     panel_f32(wide, bias, x, stride, y, rows, inputs, outputs, count);
 }
 
+/* Panels that a thread takes at a time, of all that there are. */
+INLINE long panels_at_once(long panels, long threads) {
+    long each = panels / (threads * 8);
+    return each < 1 ? 1 : each > 16 ? 16 : each;
+}
+
 struct linear {
     const void *weight, *x;
     const float *bias;
@@ -289,8 +295,7 @@ int32_t allow_tiles(void) { return 0; }
     }                                                                                                                  \
     void NAME(const WEIGHT *weight, const float *bias, const X *x, long stride, Y *y, long rows, long inputs,          \
               long outputs, int threads) {                                                                             \
-        long panels = (outputs + WIDTH - 1) / WIDTH, each = panels / (threads * 8);                                    \
-        each = each < 1 ? 1 : each > 16 ? 16 : each;                                                                   \
+        long panels = (outputs + WIDTH - 1) / WIDTH, each = panels_at_once(panels, threads);                           \
         struct linear l = {weight, x, bias, y, stride, rows, inputs, outputs, panels, each};                           \
         in_parallel(NAME##_part, &l, (panels + each - 1) / each, threads);                                             \
     }
@@ -339,6 +344,11 @@ static void find_piece(struct piece *piece, long block_size, const int32_t *tabl
     }
 }
 
+/* The first token that the last of a context's sees. */
+INLINE long first_seen(const struct attention *a, long context) {
+    return a->window && context > a->window ? context - a->window : 0;
+}
+
 INLINE void fetch(const void *row, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at);
 }
@@ -348,8 +358,8 @@ static void find_first_piece(const struct attention *a, struct piece *piece, lon
     const long sequence = task / (a->key_heads / a->keys_each);
     piece->count = 0;
     if (sequence >= a->sequences || a->keys_each < a->key_heads) return;
-    const long context = a->contexts[sequence], start = a->window && context > a->window ? context - a->window : 0;
-    find_piece(piece, a->block_size, a->block_table + sequence * a->table_width, start, context);
+    const long context = a->contexts[sequence];
+    find_piece(piece, a->block_size, a->block_table + sequence * a->table_width, first_seen(a, context), context);
 }
 
 /* The scores of one head: weights in their place, the running sum, and the factor for what was mixed so far. */
@@ -449,8 +459,7 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
             store_f32(mixed + i, (vec){0});                                                                            \
         }                                                                                                              \
         for (long head = 0; head < heads; head++) highest[head] = -INFINITY, sums[head] = 0;                           \
-        long context = a->contexts[sequence];                                                                          \
-        long start = a->window && context > a->window ? context - a->window : 0;                                       \
+        long context = a->contexts[sequence], start = first_seen(a, context);                                          \
         struct piece pieces[2], *now = pieces, *next = pieces + 1;                                                     \
         find_piece(now, a->block_size, table, start, context);                                                         \
         for (; start < context; start += PIECE) {                                                                      \
@@ -635,6 +644,12 @@ static void share_rows(void (*run)(void *, long), struct rows *r, int threads) {
     in_parallel(run, r, (r->rows + r->rows_each - 1) / r->rows_each, threads);
 }
 
+/* Pairs of values (a, b) become (a c - b s, b c + a s); `turn` is (c, s) for each. */
+INLINE vec turn_by(vec value, vec turn) {
+    vec swapped = SHUFFLE(value, SWAPPED), c = SHUFFLE(turn, EVENS), s = SHUFFLE(turn, ODDS);
+    return value * c + swapped * s * SIGNS;
+}
+
 /* The rows that are this part's. */
 #define EACH_ROW(r, a, part)                                                                                           \
     for (long r = part * a->rows_each; r < a->rows && r < (part + 1) * a->rows_each; r++)
@@ -668,9 +683,7 @@ static void share_rows(void (*run)(void *, long), struct rows *r, int threads) {
             for (long head = 0; head < a->heads; head++)                                                               \
                 for (long i = 0; i < a->size; i += LANES) {                                                            \
                     T *place = (T *)a->out + r * a->stride + head * a->size + i;                                       \
-                    vec value = LOAD(place), turn = load_f32((const float *)a->weight + r * a->size + i);              \
-                    vec swapped = SHUFFLE(value, SWAPPED), c = SHUFFLE(turn, EVENS), s = SHUFFLE(turn, ODDS);          \
-                    STORE(place, value * c + swapped * s * SIGNS);                                                     \
+                    STORE(place, turn_by(LOAD(place), load_f32((const float *)a->weight + r * a->size + i)));          \
                 }                                                                                                      \
     }                                                                                                                  \
     /* out = x / sqrt(mean(x * x) + eps) * weight */                                                                   \
