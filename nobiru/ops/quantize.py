@@ -8,14 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MOST = 127
 
-
-def quantize_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 integers [O, I] from -127 to 127 and float32 scales [O]: weight = integer * scale, rounded to nearest."""
+def quantize_rows(weight_OI: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
+    """int8 integers [O, I] from -most to most and float32 scales [O]: weight = integer * scale, rounded to nearest."""
     weight_OI = weight_OI.float()
     largest_O = weight_OI.abs().amax(1)
-    scales_O = torch.where(largest_O > 0, largest_O / _MOST, 1.0)
+    scales_O = torch.where(largest_O > 0, largest_O / most, 1.0)
     return (weight_OI / scales_O[:, None]).round_().to(torch.int8), scales_O
 
 

@@ -31,7 +31,7 @@ from nobiru.ops.quantize import quantize_rows, rounded_rows
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 
 HEAD_SIZES = (32, 48, 64, 80, 96, 128)
-ALL = frozenset({"avx512_bf16", "amx_bf16", "amx_int8", "avx512_vnni"})
+ALL = frozenset({"avx512_bf16", "amx_bf16", "amx_int8", "avx512_vnni", "avx2"})
 Pair = tuple[Tensor, Tensor]
 
 
@@ -198,6 +198,8 @@ def stack(*shape: int | str) -> Stack:
         (torch.bfloat16, True, ("amx_tile",), Arithmetic.AVX512_VNNI, 0.12),
         (torch.float32, True, (), Arithmetic.AMX_INT8, 0.12),
         (torch.float32, True, ("amx_tile",), Arithmetic.AVX512_VNNI, 0.12),
+        (torch.bfloat16, True, ("amx_tile", "avx512_vnni"), Arithmetic.AVX2, 0.15),
+        (torch.float32, True, ("amx_tile", "avx512_vnni"), Arithmetic.AVX2, 0.15),
     ],
 )
 @settings(deadline=None, max_examples=15)
@@ -247,7 +249,7 @@ def test_chosen_arithmetic_is_possible(
     chosen = choose_arithmetic(torch.bfloat16 if bfloat16 else torch.float32, sizes, instructions, quantized=quantized)
     if chosen is None:
         no_halves = bfloat16 and "avx512_bf16" not in instructions
-        no_bytes = quantized and not instructions & {"avx512_vnni"}
+        no_bytes = quantized and not instructions & {"avx512_vnni", "avx2"}
         assert 48 in sizes or no_halves or no_bytes
         return
     assert chosen.is_int8 == quantized
@@ -257,6 +259,8 @@ def test_chosen_arithmetic_is_possible(
         assert all(size % 64 == 0 for size in sizes)
     if chosen == Arithmetic.AVX512_VNNI:
         assert "amx_int8" not in instructions or any(size % 64 for size in sizes)
+    if chosen == Arithmetic.AVX2:
+        assert "avx512_vnni" not in instructions
     if chosen == Arithmetic.AVX512_BF16:
         assert "amx_bf16" not in instructions
 
@@ -288,6 +292,8 @@ def test_quantized_rows(rows: int, columns: int, scale: float, zero: bool) -> No
     assert quantized.dtype == torch.int8 and quantized.abs().max() <= 127
     assert ((rounded_rows(weight) - weight).abs() <= scales[:, None] * 0.5001).all()
     assert torch.equal(rounded_rows(weight), quantized.float() * scales[:, None])
+    small, wider = quantize_rows(weight, 64)
+    assert small.abs().max() <= 64 and ((small * wider[:, None] - weight).abs() <= wider[:, None] * 0.5001).all()
 
 
 def test_kernels_of_this_process() -> None:

@@ -43,10 +43,16 @@ class Arithmetic(enum.IntEnum):
     AMX_BF16 = 3
     AVX512_VNNI = 4
     AMX_INT8 = 5
+    AVX2 = 6
 
     @property
     def is_int8(self) -> bool:
         return self >= Arithmetic.AVX512_VNNI
+
+    @property
+    def largest_weight(self) -> int:
+        """Of int8 weights: AVX2 adds two products of a byte with one in sixteen bits."""
+        return 64 if self == Arithmetic.AVX2 else 127
 
 
 def choose_arithmetic(
@@ -66,7 +72,9 @@ def choose_arithmetic(
     if quantized:
         if "amx_int8" in instructions and not any(size % _TILE_BYTES for size in sizes):
             return Arithmetic.AMX_INT8
-        return Arithmetic.AVX512_VNNI if "avx512_vnni" in instructions else None
+        if "avx512_vnni" in instructions:
+            return Arithmetic.AVX512_VNNI
+        return Arithmetic.AVX2 if "avx2" in instructions else None
     if dtype == torch.float32:
         return Arithmetic.FLOATS
     return Arithmetic.AMX_BF16 if "amx_bf16" in instructions else Arithmetic.AVX512_BF16
@@ -211,6 +219,8 @@ class EncoderKernels:
             found |= {"amx_bf16", "amx_int8"}
         if made_for & 4:
             found.add("avx512_vnni")
+        if made_for & 8:
+            found.add("avx2")
         self.instructions = flags & found
 
     def attends(self, dtype: torch.dtype, head_size: int) -> bool:
@@ -265,9 +275,9 @@ class EncoderKernels:
         num_out, num_in = weight_OI.shape
         scales_O = sums_O = None
         if arithmetic.is_int8:
-            quantized_OI, scales_O = quantize_rows(weight_OI)
+            quantized_OI, scales_O = quantize_rows(weight_OI, arithmetic.largest_weight)
             sums_O = quantized_OI.sum(1, dtype=torch.float32)
-            panels = quantized_OI.view(num_out // GRAIN, GRAIN, num_in // 4, 4).transpose(1, 2).contiguous()
+            panels = quantized_OI.view(-1, self._kernels.width, num_in // 4, 4).transpose(1, 2).contiguous()
         else:
             panels = self._kernels.pack(weight_OI, None, in_pairs=weight_OI.dtype == torch.bfloat16).panels
         return ArrangedMatrix(

@@ -248,7 +248,7 @@ static void attend_packed_task(void *arguments, long task) {
 
 void attend_packed(struct heads *a) { in_parallel(attend_packed_task, a, a->sequences * a->heads, a->threads); }
 
-/* What this library was made for, as bits: 1 pairs of bfloat16, 2 tiles, 4 products of bytes. */
+/* What this library was made for, as bits: 1 pairs of bfloat16, 2 tiles, 4 products of bytes, 8 of bytes with small weights. */
 int32_t encoder_instructions(void) {
     int32_t found = 0;
 #ifdef __AVX512BF16__
@@ -259,6 +259,9 @@ int32_t encoder_instructions(void) {
 #endif
 #ifdef __AVX512VNNI__
     found |= 4;
+#endif
+#ifdef HAS_SMALL_BYTES
+    found |= 8;
 #endif
     return found;
 }

@@ -10,8 +10,9 @@
  * products is (sum of bytes * weights - zero * sum of weights) * scale of the row * scale of the output.
  */
 
-/* What multiplies; HALVED: rows of float32 by weights of bfloat16. From BYTES on weights are int8. */
-enum { FLOATS, HALVED, PAIRS, PAIR_TILES, BYTES, BYTE_TILES };
+/* What multiplies; HALVED: rows of float32 by weights of bfloat16. From BYTES on weights are int8; SMALL_BYTES: from -64 to
+ * 64, so that two products of a byte with them fit sixteen bits. */
+enum { FLOATS, HALVED, PAIRS, PAIR_TILES, BYTES, BYTE_TILES, SMALL_BYTES };
 enum { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU };
 
 struct matrix {
@@ -112,27 +113,53 @@ INLINE vec activate(const int activation, const int is_exact, vec x) {
 
 /* ---- products -------------------------------------------------------------------------------------------------------*/
 
-#ifdef __AVX512VNNI__
-INLINE void tile_bytes(const int rows, const int8_t *w, const uint8_t *x, long stride, long inputs, struct ahead ahead,
-                       int32_t *sums_out) {
-    __m512i sums[MAX_ROWS][2];
-    UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
-    for (long k = 0; k < inputs; k += 4, w += 4 * WIDTH) {
-        __m512i left = _mm512_loadu_si512(w), right = _mm512_loadu_si512(w + 2 * WIDTH);
-        fetch_next(&ahead);
-        UNROLL for (int r = 0; r < rows; r++) {
-            int32_t four;
-            memcpy(&four, x + r * stride + k, 4);
-            __m512i value = _mm512_set1_epi32(four);
-            sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], value, left);
-            sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], value, right);
-        }
-    }
-    UNROLL for (int r = 0; r < rows; r++) {
-        _mm512_storeu_si512(sums_out + r * WIDTH, sums[r][0]);
-        _mm512_storeu_si512(sums_out + r * WIDTH + LANES, sums[r][1]);
-    }
+#ifdef HAS_SMALL_BYTES
+#if LANES == 16
+typedef __m512i bvec;
+#define OF_BYTES(WHAT) _mm512_##WHAT
+INLINE bvec load_bytes(const void *p) { return _mm512_loadu_si512(p); }
+INLINE void store_bytes(void *p, bvec x) { _mm512_storeu_si512(p, x); }
+#else
+typedef __m256i bvec;
+#define OF_BYTES(WHAT) _mm256_##WHAT
+INLINE bvec load_bytes(const void *p) { return _mm256_loadu_si256(p); }
+INLINE void store_bytes(void *p, bvec x) { _mm256_storeu_si256(p, x); }
+#endif
+
+/* Adds to each sum of 32 bits the products of four unsigned bytes and four weights. */
+INLINE bvec add_small(bvec sums, bvec x, bvec w) {
+    return OF_BYTES(add_epi32)(sums, OF_BYTES(madd_epi16)(OF_BYTES(maddubs_epi16)(x, w), OF_BYTES(set1_epi16)(1)));
 }
+#ifdef __AVX512VNNI__
+INLINE bvec add_any(bvec sums, bvec x, bvec w) { return _mm512_dpbusd_epi32(sums, x, w); }
+#endif
+
+#define TILE_OF_BYTES(NAME, ADD)                                                                                       \
+    INLINE void NAME(const int rows, const int8_t *w, const uint8_t *x, long stride, long inputs, struct ahead ahead,  \
+                     int32_t *sums_out) {                                                                              \
+        bvec sums[MAX_ROWS][2];                                                                                        \
+        UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (bvec){0};                                     \
+        for (long k = 0; k < inputs; k += 4, w += 4 * WIDTH) {                                                         \
+            bvec left = load_bytes(w), right = load_bytes(w + 2 * WIDTH);                                              \
+            fetch_next(&ahead);                                                                                        \
+            UNROLL for (int r = 0; r < rows; r++) {                                                                    \
+                int32_t four;                                                                                          \
+                memcpy(&four, x + r * stride + k, 4);                                                                  \
+                bvec value = OF_BYTES(set1_epi32)(four);                                                               \
+                sums[r][0] = ADD(sums[r][0], value, left);                                                             \
+                sums[r][1] = ADD(sums[r][1], value, right);                                                            \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < rows; r++) {                                                                        \
+            store_bytes(sums_out + r * WIDTH, sums[r][0]);                                                             \
+            store_bytes(sums_out + r * WIDTH + LANES, sums[r][1]);                                                     \
+        }                                                                                                              \
+    }
+
+TILE_OF_BYTES(tile_small_bytes, add_small)
+#ifdef __AVX512VNNI__
+TILE_OF_BYTES(tile_bytes, add_any)
+#endif
 #endif
 
 /* What a product takes: rows of float32, bfloat16 or bytes, `stride` bytes each. For tiles they lie in blocks of 32 rows, of
@@ -148,7 +175,7 @@ INLINE int is_tiled(int by) { return by == PAIR_TILES || by == BYTE_TILES; }
 INLINE int rows_at_once(int by) { return is_tiled(by) ? 32 : MAX_ROWS; }
 
 /* The sums of up to rows_at_once rows by one panel, [rows, WIDTH], as float32 or int32. `ahead` as in kernels.c. */
-static void multiply_panel(int by, const void *panel, const char *all_x, long bytes, int rows, long inputs,
+static void multiply_panel(int by, const void *panel, const char *all_x, long stride_bytes, int rows, long inputs,
                            struct ahead ahead, void *to) {
     float *sums = to;
     switch (by) {
@@ -164,12 +191,22 @@ static void multiply_panel(int by, const void *panel, const char *all_x, long by
             return;
         }
 #endif
+#ifdef HAS_SMALL_BYTES
+        case SMALL_BYTES: {
+            const int8_t *w = panel;
+            const uint8_t *x = (const uint8_t *)all_x;
+            const long stride = stride_bytes;
+            int32_t *sums = to;
+            switch (rows) { ALL_CASES(tile_small_bytes) }
+            return;
+        }
+#endif
 #ifdef __AVX512VNNI__
         case BYTES: {
             const int8_t *w = panel;
             const uint8_t *x = (const uint8_t *)all_x;
+            const long stride = stride_bytes;
             int32_t *sums = to;
-            const long stride = bytes;
             switch (rows) { ALL_CASES(tile_bytes) }
             return;
         }
@@ -177,7 +214,7 @@ static void multiply_panel(int by, const void *panel, const char *all_x, long by
 #ifdef __AVX512BF16__
         case PAIRS: {
             const bf16 *w = panel, *x = (const bf16 *)all_x;
-            const long stride = bytes / 2;
+            const long stride = stride_bytes / 2;
             switch (rows) { ALL_CASES(tile_pairs) }
             return;
         }
@@ -185,13 +222,13 @@ static void multiply_panel(int by, const void *panel, const char *all_x, long by
         case HALVED: {
             const bf16 *w = panel;
             const float *x = (const float *)all_x;
-            const long stride = bytes / 4;
+            const long stride = stride_bytes / 4;
             switch (rows) { ALL_CASES(tile_bf16) }
             return;
         }
         default: {
             const float *w = panel, *x = (const float *)all_x;
-            const long stride = bytes / 4;
+            const long stride = stride_bytes / 4;
             switch (rows) { ALL_CASES(tile_f32) }
         }
     }
@@ -296,24 +333,20 @@ static void project(const struct matrix *m, const struct inputs *in, long rows, 
 
 /* One row as bytes: its range, which includes 0, is cut into 255 equal steps. `step` bytes from 64 values to the next. */
 static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, long step, float *scale, float *zero) {
-#ifdef __AVX512F__
+    typedef uint8_t narrow __attribute__((vector_size(LANES), aligned(1)));
     vec low = {0}, high = {0};
     for (long i = 0; i < size; i += LANES) {
         vec x = get(is_half, row, i);
         low = larger(low, -x), high = larger(high, x);
     }
     const float lowest = -largest(low), range = largest(high) - lowest;
-    const float unit = range > 0 ? range / 255.0f : 1.0f, shift = nearbyintf(-lowest / unit);
-    const __m512 per_unit = _mm512_set1_ps(1.0f / unit), shifts = _mm512_set1_ps(shift);
-    for (long i = 0; i < size; i += 16) {
-        __m512i whole = _mm512_cvtps_epi32(_mm512_fmadd_ps((__m512)get(is_half, row, i), per_unit, shifts));
-        whole = _mm512_max_epi32(whole, _mm512_setzero_si512());
-        _mm_storeu_si128((__m128i *)(bytes + i / 64 * step + i % 64), _mm512_cvtusepi32_epi8(whole));
+    const float unit = range > 0 ? range / 255.0f : 1.0f, shift = nearbyintf(-lowest / unit), per_unit = 1.0f / unit;
+    for (long i = 0; i < size; i += LANES) {
+        vec whole = larger(splat(-255.0f), -larger(get(is_half, row, i) * per_unit + shift, splat(0.0f)));
+        ivec bits = (ivec)(12582912.0f - whole); /* rounded: 1.5 * 2^23 has no place for fractions */
+        *(narrow *)(bytes + i / 64 * step + i % 64) = __builtin_convertvector(bits & 255, narrow);
     }
     *scale = unit, *zero = shift;
-#else
-    (void)is_half, (void)row, (void)size, (void)bytes, (void)step, (void)scale, (void)zero;
-#endif
 }
 
 /* Rows [rows, size] as `by` takes them, in `memory` if they have to be others than they are. */

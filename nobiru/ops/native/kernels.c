@@ -1,8 +1,8 @@
 /* What a decoder does on a CPU, token by token: products with weight matrices, attention of one token per sequence over
  * a KV cache in blocks, and what happens to rows in between. Compiled on the machine that runs it; see library.py.
  *
- * Vectors are GCC's vector extensions, so that one source serves every instruction set; only the product of pairs of
- * bfloat16 values is an intrinsic. Threads are those of parallel.h, as many as the caller says.
+ * Vectors are GCC's vector extensions, so that one source serves every instruction set; only products of pairs of
+ * bfloat16 values and of bytes are intrinsics. Threads are those of parallel.h, as many as the caller says.
  * Memory is that of torch tensors; nothing is checked here: callers do.
  */
 
@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -25,6 +25,9 @@
 #define MAX_ROWS 6
 #endif
 #define WIDTH (2 * LANES) /* outputs of a panel */
+#if defined(__AVX512BW__) || (defined(__AVX2__) && LANES == 8)
+#define HAS_SMALL_BYTES /* products of bytes in vectors of LANES sums */
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 

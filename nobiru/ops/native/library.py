@@ -88,8 +88,8 @@ class Kernels:
         library.panel_width.restype = ctypes.c_int32
         library.multiplies_bf16_pairs.restype = ctypes.c_int32
         library.allow_tiles.restype = ctypes.c_int32
-        self._width = int(library.panel_width())
-        self._lanes = self._width // 2
+        self.width = int(library.panel_width())
+        self._lanes = self.width // 2
         self.multiplies_pairs = bool(library.multiplies_bf16_pairs())
         self.has_tiles = bool(library.allow_tiles())
         self._linear_f32 = self._declare_linear("linear_f32")
@@ -118,8 +118,8 @@ class Kernels:
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, *, in_pairs: bool = False) -> PackedWeight:
         """float32 or bfloat16 weights as panels; with `in_pairs` for bfloat16 inputs and outputs, else for float32."""
         num_out, num_in = weight_OI.shape
-        padded = F.pad(weight_OI, (0, num_in % 2 if in_pairs else 0, 0, -num_out % self._width))
-        panels_PWI = padded.view(-1, self._width, padded.shape[1])
+        padded = F.pad(weight_OI, (0, num_in % 2 if in_pairs else 0, 0, -num_out % self.width))
+        panels_PWI = padded.view(-1, self.width, padded.shape[1])
         panels = panels_PWI.unflatten(2, (-1, 2)) if in_pairs else panels_PWI  # type: ignore[no-untyped-call]
         turned = panels.transpose(1, 2)
         packed = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
@@ -240,7 +240,7 @@ class Kernels:
 
     def prefills(self, dtype: torch.dtype, head_size: int) -> bool:
         """Whether `prefill` takes such heads: whole spans of vectors."""
-        return self.attends(dtype, head_size) and head_size % self._width == 0
+        return self.attends(dtype, head_size) and head_size % self.width == 0
 
     def prefill(
         self,
