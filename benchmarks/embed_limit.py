@@ -2,9 +2,10 @@
 
 The limit of a set of texts is the time of all linear layers of a model at the rate that `torch.nn.functional.linear`
 reaches at the model's shapes with 2,048 rows, plus the arithmetic of attention at that rate. For int8 the rate is that
-of `torch._int_mm`. Rates are those of this run, with as many threads as there are cores, the median of several.
+of oneDNN's products of bytes (`torch.ops.onednn.qlinear_pointwise`, weights packed before). Rates are those of this run,
+with as many threads as there are cores, the median of several.
 
-    python benchmarks/embed_limit.py MODEL --lengths 14,82,253
+    python benchmarks/embed_limit.py MODEL --lengths 14,82,253 --dtypes float32,int8
 
 prints tokens/s for texts of so many tokens. With `--offline` it also runs `LLM.embed` on texts of these lengths, in the
 same process and between two measurements of the rate, and prints what part of the limit that reached.
@@ -77,19 +78,27 @@ def median_time_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def rate(shape: Shape, dtype: torch.dtype, repeats: int = 15) -> float:
-    """Operations a second over the linear layers of one layer, each called by itself, weights as they are."""
+    """Operations a second over the linear layers of one layer, each called by itself."""
     flops, total_s = 0, 0.0
     for num_in, num_out in shape.matrices:
-        if dtype == torch.int8:
-            left = torch.randint(-127, 127, (_ROWS, num_in), dtype=dtype)
-            right = torch.randint(-127, 127, (num_in, num_out), dtype=dtype)
-            total_s += median_time_s(lambda a=left, b=right: torch._int_mm(a, b), repeats)  # type: ignore[misc]
-        else:
-            x, weight = torch.randn(_ROWS, num_in).to(dtype), torch.randn(num_out, num_in).to(dtype)
-            bias = torch.randn(num_out).to(dtype)
-            total_s += median_time_s(lambda a=x, b=weight, c=bias: F.linear(a, b, c), repeats)  # type: ignore[misc]
+        product = _product_of_bytes if dtype == torch.int8 else _product
+        total_s += median_time_s(product(num_in, num_out, dtype), repeats)
         flops += 2 * _ROWS * num_in * num_out
     return flops / total_s
+
+
+def _product(num_in: int, num_out: int, dtype: torch.dtype) -> Callable[[], object]:
+    x, weight, bias = (torch.randn(size).to(dtype) for size in ((_ROWS, num_in), (num_out, num_in), (num_out,)))
+    return lambda: F.linear(x, weight, bias)
+
+
+def _product_of_bytes(num_in: int, num_out: int, dtype: torch.dtype) -> Callable[[], object]:
+    x = torch.randint(0, 255, (_ROWS, num_in), dtype=torch.uint8)
+    weight = torch.randint(-127, 127, (num_out, num_in), dtype=dtype)
+    packed = torch.ops.onednn.qlinear_prepack(weight, [_ROWS, num_in])
+    scales, zeros, bias = torch.full((num_out,), 0.01), torch.zeros(num_out, dtype=torch.int64), torch.randn(num_out)
+    to_float32 = (1.0, 0, torch.float32, "none", [], "")
+    return lambda: torch.ops.onednn.qlinear_pointwise(x, 0.1, 128, packed, scales, zeros, bias, *to_float32)
 
 
 def limit(shape: Shape, flops_per_s: float, length: int) -> float:
@@ -113,13 +122,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", default="14,82,253", help="tokens of a text (default %(default)s)")
+    parser.add_argument("--dtypes", default="bfloat16,int8,float32", help="default %(default)s")
     parser.add_argument("--offline", action="store_true", help="run LLM.embed too")
     parser.add_argument("--repeats", type=int, default=3, help="of LLM.embed (default %(default)s)")
     arguments = parser.parse_args()
     lengths = [int(each) for each in arguments.lengths.split(",")]
     torch.set_num_threads(machine.default_num_threads())
     shape = read_shape(arguments.model)
-    kinds = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float32": torch.float32}
+    kinds = {name: getattr(torch, name) for name in arguments.dtypes.split(",")}
     print(f"{shape.linear_flops() / 1e6:.1f} MFLOP a token in linear layers, {torch.get_num_threads()} threads")
     for name, dtype in kinds.items():
         rates = [rate(shape, dtype)]
