@@ -42,20 +42,16 @@ struct heads {
 #define LOWEST (-3.4028235e38f)
 
 /* Bounds keep infinite scores apart from not-a-number: their difference is 0. */
-INLINE vec bounded(vec x) { return larger(splat(LOWEST), -larger(splat(LOWEST), -x)); }
+INLINE vec bounded(vec x) { return larger(splat(LOWEST), smaller(splat(-LOWEST), x)); }
 
 /* Scores of one query become weights, in their place; returns one over their sum. `length` is a whole number of vectors,
  * and scores of keys that are not there are LOWEST. */
 static float soften_f32(float *scores, long length) {
     vec tops = splat(LOWEST), added = {0};
-    for (long t = 0; t < length; t += LANES) {
-        vec x = bounded(load_f32(scores + t));
-        store_f32(scores + t, x);
-        tops = larger(tops, x);
-    }
+    for (long t = 0; t < length; t += LANES) tops = larger(tops, bounded(load_f32(scores + t)));
     float top = largest(tops);
     for (long t = 0; t < length; t += LANES) {
-        vec weights = power_of_e(bounded(load_f32(scores + t) - top));
+        vec weights = power_of_e(bounded(load_f32(scores + t)) - top);
         store_f32(scores + t, weights);
         added += weights;
     }
@@ -114,14 +110,17 @@ static void copy_queries(char *to, const char *from, long stride, int rows, int 
 
 static int attend_head_f32(const struct heads *a, long start, long length, long head) {
     const long size = a->size, padded = up_to(length, LANES);
-    float *memory = space(SPACE_OF_PART, 4 * (size * padded + QUERIES * (padded + 2 * size)));
+    float *memory = space(SPACE_OF_PART, 4 * (size * (padded + length) + QUERIES * (padded + 2 * size)));
     if (!memory) return 1;
-    float *turned = memory, *scores = turned + size * padded, *q = scores + QUERIES * padded, *mixed = q + QUERIES * size;
+    float *turned = memory, *values = turned + size * padded, *scores = values + size * length;
+    float *q = scores + QUERIES * padded, *mixed = q + QUERIES * size;
     const long first = start * a->stride + head * size;
     const float *own_q = (const float *)a->q + first, *own_keys = (const float *)a->keys + first;
     const float *own_values = (const float *)a->values + first;
     for (long t = 0; t < padded; t++)
         for (long i = 0; i < size; i++) turned[i * padded + t] = t < length ? own_keys[t * a->stride + i] : 0;
+    /* Together, since rows that are far apart may all fall on the same few places of a cache. */
+    for (long t = 0; t < length; t++) memcpy(values + t * size, own_values + t * a->stride, (size_t)size * sizeof(float));
     for (long query = 0; query < length; query += QUERIES) {
         const int rows = length - query < QUERIES ? (int)(length - query) : QUERIES;
         const int whole = (int)up_to(rows, ROW_BLOCK);
@@ -133,7 +132,7 @@ static int attend_head_f32(const struct heads *a, long start, long length, long 
             scale_scores(scores + r * padded, bias, length, padded, a->scale);
             shrink[r] = soften_f32(scores + r * padded, padded);
         }
-        multiply_floats(scores, padded, own_values, a->stride, length, mixed, size, whole, size);
+        multiply_floats(scores, padded, values, size, length, mixed, size, whole, size);
         for (int r = 0; r < rows; r++) {
             float *target = (float *)a->out + (start + query + r) * a->out_stride + head * size;
             for (long i = 0; i < size; i += LANES) store_f32(target + i, load_f32(mixed + r * size + i) * shrink[r]);

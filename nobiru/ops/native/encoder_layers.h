@@ -72,7 +72,7 @@ INLINE void set(int is_half, void *p, long i, vec x) {
  * Stegun, 7.1.26, within 1.5e-7; for rounded ones a polynomial on -4 … 4, within 2e-4 of the result. */
 INLINE vec gelu(const int is_exact, vec x) {
     if (!is_exact) {
-        vec t = larger(splat(-4.0f), -larger(splat(-4.0f), -x)), s = t * t;
+        vec t = larger(splat(-4.0f), smaller(splat(4.0f), x)), s = t * t;
         vec y = s * 2.2780170e-8f - 1.5985383e-6f;
         y = y * s + 4.7954268e-5f;
         y = y * s - 8.1400352e-4f;
@@ -81,7 +81,7 @@ INLINE vec gelu(const int is_exact, vec x) {
         y = y * s + 3.9788327e-1f;
         return x * (y * t + 0.5f);
     }
-    vec size = larger(x, -x) * 0.70710678f, t = 1.0f / (size * 0.3275911f + 1.0f);
+    vec size = smaller(splat(1e30f), larger(x, -x)) * 0.70710678f, t = one_over(size * 0.3275911f + 1.0f);
     vec y = t * 1.061405429f - 1.453152027f;
     y = y * t + 1.421413741f;
     y = y * t - 0.284496736f;
@@ -342,8 +342,8 @@ static void to_bytes(int is_half, const void *row, long size, uint8_t *bytes, lo
     const float lowest = -largest(low), range = largest(high) - lowest;
     const float unit = range > 0 ? range / 255.0f : 1.0f, shift = nearbyintf(-lowest / unit), per_unit = 1.0f / unit;
     for (long i = 0; i < size; i += LANES) {
-        vec whole = larger(splat(-255.0f), -larger(get(is_half, row, i) * per_unit + shift, splat(0.0f)));
-        ivec bits = (ivec)(12582912.0f - whole); /* rounded: 1.5 * 2^23 has no place for fractions */
+        vec whole = smaller(splat(255.0f), larger(splat(0.0f), get(is_half, row, i) * per_unit + shift));
+        ivec bits = (ivec)(whole + 12582912.0f); /* rounded: 1.5 * 2^23 has no place for fractions */
         *(narrow *)(bytes + i / 64 * step + i % 64) = __builtin_convertvector(bits & 255, narrow);
     }
     *scale = unit, *zero = shift;

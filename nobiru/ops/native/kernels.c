@@ -84,10 +84,18 @@ INLINE float total(vec x) {
     x += SHUFFLE(x, SWAPPED);
     return x[0];
 }
-INLINE vec larger(vec x, vec y) {
-    ivec is_y = (ivec)(y > x);
-    return (vec)(((ivec)y & is_y) | ((ivec)x & ~is_y));
-}
+/* y where it is larger, or smaller, else x: also where one is not a number. */
+#if defined(__AVX512F__)
+INLINE vec larger(vec x, vec y) { return (vec)_mm512_max_ps((__m512)y, (__m512)x); }
+INLINE vec smaller(vec x, vec y) { return (vec)_mm512_min_ps((__m512)y, (__m512)x); }
+#elif defined(__AVX2__)
+INLINE vec larger(vec x, vec y) { return (vec)_mm256_max_ps((__m256)y, (__m256)x); }
+INLINE vec smaller(vec x, vec y) { return (vec)_mm256_min_ps((__m256)y, (__m256)x); }
+#else
+INLINE vec select(ivec first, vec x, vec y) { return (vec)(((ivec)x & first) | ((ivec)y & ~first)); }
+INLINE vec larger(vec x, vec y) { return select((ivec)(y > x), y, x); }
+INLINE vec smaller(vec x, vec y) { return select((ivec)(y < x), y, x); }
+#endif
 INLINE float largest(vec x) {
 #if LANES == 16
     x = larger(x, SHUFFLE(x, HALVES));
@@ -99,7 +107,12 @@ INLINE float largest(vec x) {
 /* e to the power of x, within 2 units in the last place; 0 below -87, infinity above 88. x = n ln 2 + r. */
 INLINE vec power_of_e(vec x) {
     const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+#ifdef __AVX512F__
+    const __mmask16 is_there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    x = smaller(x, splat(90.0f));
+#else
     ivec is_small = (ivec)(x < splat(-87.0f)), is_large = (ivec)(x > splat(88.0f));
+#endif
     vec n = (x * 1.44269504f + shift) - shift;
     vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
     vec y = splat(1.38888889e-3f);
@@ -108,8 +121,22 @@ INLINE vec power_of_e(vec x) {
     y = y * r + 1.66666667e-1f;
     y = y * r + 0.5f;
     y = (y * r + 1.0f) * r + 1.0f;
+#ifdef __AVX512F__
+    return (vec)_mm512_maskz_scalef_ps(is_there, (__m512)y, (__m512)n);
+#else
     ivec power = __builtin_convertvector(n + 127.0f, ivec) << 23;
     return (vec)(((ivec)(y * (vec)power) & ~is_small & ~is_large) | ((ivec)splat(INFINITY) & is_large));
+#endif
+}
+
+/* 1 / x within a unit or two in the last place, for finite x. */
+INLINE vec one_over(vec x) {
+#ifdef __AVX512F__
+    vec y = (vec)_mm512_rcp14_ps((__m512)x);
+    return y * (2.0f - x * y);
+#else
+    return 1.0f / x;
+#endif
 }
 
 int32_t panel_width(void) { return WIDTH; }
