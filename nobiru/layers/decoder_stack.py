@@ -1,16 +1,16 @@
 """A stack of Llama's layers, by the fastest means there are: all of them in one native call, or each in parts.
 
 Owns the choice. Native stacks read the weights of the layers they stand for. They take attention over heads, normalized
-head by head or not at all, on a CPU, not spread over workers; where every feed-forward is gated by silu, all is one
-call, and where some have experts, each layer's attention is one.
+head by head or not at all, on a CPU, not spread over workers, and feed-forwards and experts that are gated by silu. A
+layer with another feed-forward, or with experts on other ranks too, has a call for its attention alone.
 
 Shape legend: T tokens, C hidden size, P pairs of a head's values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -18,8 +18,12 @@ from torch import Tensor
 from nobiru.layers.activation import ACTIVATIONS
 from nobiru.layers.decoder_block import DecoderBlock, FeedForward, GatedMlp, SelfAttention
 from nobiru.layers.linear import Linear, NativeLinear
+from nobiru.layers.moe import LocalDispatcher, MoeFeedForward
 from nobiru.layers.rms_norm import HeadNorm, RmsNorm
+from nobiru.layers.routing import SoftmaxRouter
 from nobiru.ops.native.decoder import DecoderShape, NormWeight, PackedDecoder, PackedLayer, fits
+from nobiru.ops.native.encoder import GRAIN
+from nobiru.ops.native.experts import PackedMoe
 from nobiru.ops.native.library import PackedWeight, kernels_for
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
@@ -68,10 +72,17 @@ class BlockStack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeStack:
-    """The kernels of `nobiru.ops.native`."""
+    """The kernels of `nobiru.ops.native`: all of a layer, or its attention and the norms around it.
+
+    `plain` has the layers whose feed-forward the kernels do not take, and `spread` also those whose experts they take
+    only where this rank has all of them; `moe` is one of these.
+    """
 
     has_own_threads: ClassVar[bool] = True
     decoder: PackedDecoder
+    plain: Mapping[int, FeedForward]
+    spread: Mapping[int, FeedForward]
+    moe: MoeFeedForward | None
 
     def __call__(
         self,
@@ -81,33 +92,24 @@ class NativeStack:
         cache: Sequence[LayerCache],
         scratch: Scratch | None,
     ) -> Tensor:
-        step = self.decoder.begin(hidden_TC, turns_T1P, layout, cache, scratch.sums if scratch else None)
-        return step.run()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionStack:
-    """Attention, and the norms around it, by the kernels of `nobiru.ops.native`; feed-forwards are the layers' own."""
-
-    has_own_threads: ClassVar[bool] = True
-    decoder: PackedDecoder
-    feed_forwards: Sequence[FeedForward]
-
-    def __call__(
-        self,
-        hidden_TC: Tensor,
-        turns_T1P: Tensor,
-        layout: PagedLayout,
-        cache: Sequence[LayerCache],
-        scratch: Scratch | None,
-    ) -> Tensor:
-        step = self.decoder.begin(hidden_TC, turns_T1P, layout, cache, scratch.sums if scratch else None)
-        for layer, feed_forward in enumerate(self.feed_forwards):
+        # Looked at in each step, since ranks come and go.
+        dispatcher = None if self.moe is None else self.moe.parts.dispatcher
+        slots_LE = dispatcher.slots_LE if isinstance(dispatcher, LocalDispatcher) else None
+        sums = scratch.sums if scratch else None
+        step = self.decoder.begin(hidden_TC, turns_T1P, layout, cache, sums, slots_LE)
+        next_layer = 0
+        for layer, feed_forward in (self.spread if slots_LE is None else self.plain).items():
+            if layer > next_layer:
+                step.run(next_layer, layer)
             step.sums_TC.add_(feed_forward(step.attend(layer), scratch))
-        return step.end()
+            next_layer = layer + 1
+        out_TC = step.run(next_layer)
+        if self.moe is not None and step.loads_LE is not None:
+            self.moe.mlp.loads.add(step.loads_LE)
+        return out_TC
 
 
-def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack | AttentionStack | None:
+def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack | None:
     """None where a layer's attention is not one that the kernels take."""
     kernels = kernels_for(norm.weight_C)
     layers = [_packed_layer(block) for block in blocks]
@@ -118,7 +120,6 @@ def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack 
     assert isinstance(attention, SelfAttention)
     shape = DecoderShape(
         width=norm.weight_C.shape[0],
-        inner=0,
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_size=attention.head_size,
@@ -126,16 +127,17 @@ def _native_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> NativeStack 
     )
     if not fits(kernels, shape):
         return None
-    inners = {0 if layer.feed_forward is None else layer.feed_forward[1].num_in for layer in packed}
-    whole = replace(shape, inner=min(inners))
-    if len(inners) == 1 and whole.inner and fits(kernels, whole):
-        return NativeStack(decoder=PackedDecoder(kernels, whole, packed, _norm_weight(norm)))
-    decoder = PackedDecoder(kernels, shape, [replace(layer, feed_forward=None) for layer in packed], _norm_weight(norm))
-    return AttentionStack(decoder=decoder, feed_forwards=[block.mlp for block in blocks])
+    kinds = [(layer.feed_forward, block.mlp) for layer, block in zip(packed, blocks, strict=True)]
+    return NativeStack(
+        decoder=PackedDecoder(kernels, shape, packed, _norm_weight(norm)),
+        plain={number: mlp for number, (native, mlp) in enumerate(kinds) if native is None},
+        spread={number: mlp for number, (native, mlp) in enumerate(kinds) if not isinstance(native, tuple)},
+        moe=next((mlp for native, mlp in kinds if native is not None and isinstance(mlp, MoeFeedForward)), None),
+    )
 
 
 def _packed_layer(block: DecoderBlock) -> PackedLayer | None:
-    attention, mlp = block.attention, block.mlp
+    attention = block.attention
     if not isinstance(attention, SelfAttention) or attention.clip is not None:
         return None
     if not isinstance(attention.qk_norm, HeadNorm | None):
@@ -143,19 +145,41 @@ def _packed_layer(block: DecoderBlock) -> PackedLayer | None:
     qkv, out = _packed(attention.qkv), _packed(attention.out)
     if qkv is None or out is None:
         return None
-    feed_forward = None
-    if isinstance(mlp, GatedMlp) and mlp.activation is ACTIVATIONS["silu"]:
-        gate_up, down = _packed(mlp.gate_up), _packed(mlp.down)
-        feed_forward = None if gate_up is None or down is None else (gate_up, down)
     head_norm = attention.qk_norm
     return PackedLayer(
         qkv=qkv,
         out=out,
-        feed_forward=feed_forward,
+        feed_forward=_packed_moe(block.mlp) or _packed_mlp(block.mlp),
         attention_norm=_norm_weight(block.attention_norm),
         mlp_norm=_norm_weight(block.mlp_norm),
         qk_norm=None if head_norm is None else NormWeight(weight=head_norm.weight_HD, eps=head_norm.eps),
         window=attention.window,
+    )
+
+
+def _packed_mlp(mlp: FeedForward) -> tuple[PackedWeight, PackedWeight] | None:
+    if not isinstance(mlp, GatedMlp) or mlp.activation is not ACTIVATIONS["silu"]:
+        return None
+    gate_up, down = _packed(mlp.gate_up), _packed(mlp.down)
+    return None if gate_up is None or down is None or down.num_in % GRAIN else (gate_up, down)
+
+
+def _packed_moe(mlp: FeedForward) -> PackedMoe | None:
+    if not isinstance(mlp, MoeFeedForward) or mlp.mlp.shared is not None:
+        return None
+    experts, router = mlp.mlp.experts.joined, mlp.mlp.router
+    if experts is None or not isinstance(router, SoftmaxRouter):
+        return None
+    gate = _packed(router.gate)
+    if gate is None or gate.bias_O is not None:
+        return None
+    return PackedMoe(
+        gate=gate,
+        experts=experts,
+        layer=mlp.mlp.layer,
+        top_k=router.top_k,
+        normalizes=router.normalizes,
+        rounds=router.rounds,
     )
 
 

@@ -75,7 +75,7 @@ class LocalDispatcher:
 
     def __init__(self, slots_LS: NDArray[np.integer], num_experts: int) -> None:
         """`slots_LS` says which logical expert is in which slot of each MoE layer, -1 for none. Of several copies of an
-        expert the first is used; ValueError if one has none."""
+        expert the first is used, and `slots_LE` is where those are; ValueError if one has none."""
         self._num_slots = slots_LS.shape[1]
         self._slots: list[NDArray[np.integer]] = []
         for layer, slots_S in enumerate(slots_LS):
@@ -87,6 +87,7 @@ class LocalDispatcher:
             if missing := np.flatnonzero(slot_E == -1).tolist():
                 raise ValueError(f"a single rank must hold every expert; layer {layer} lacks {missing}")
             self._slots.append(slot_E)
+        self.slots_LE = np.array(self._slots, dtype=np.int64).reshape(-1, num_experts)
 
     def dispatch(self, layer: int, x_TC: Tensor, expert_TK: Tensor) -> Dispatched:
         # NumPy takes a microsecond for each of these; a step of one token has them in every layer.
@@ -147,15 +148,16 @@ class Experts:
         self._down = narrow.make(self._memory.rows[:, wide.num_bytes : self.slot_bytes])
         joins = is_gated and activation is ACTIVATIONS["silu"]
         sizes = {"width": hidden_size, "inner": intermediate_size}
-        self._joined = join_gated(self._gate_up, self._down, **sizes) if joins else None
+        # Both products and what is between them in one call, where kernels do that.
+        self.joined = join_gated(self._gate_up, self._down, **sizes) if joins else None
 
     def compute(self, rows_NC: Tensor, counts_S: Sequence[int]) -> Tensor:
         """Each row through its slot's expert, [N, C]; rows are sorted by slot, `counts_S` of them for each."""
         if not rows_NC.shape[0]:
             return rows_NC
         groups = RowGroups(counts_S)
-        if self._joined is not None:
-            return self._joined(rows_NC, groups.slots, groups.starts)
+        if self.joined is not None:
+            return self.joined(rows_NC, groups.slots, groups.starts)
         wide_NA = self._gate_up(rows_NC, groups)
         narrow_NI = gated_product(wide_NA, self._activation) if self._is_gated else self._activation.apply(wide_NA)
         return self._down(narrow_NI, groups)
@@ -225,6 +227,12 @@ class ExpertLoads:
         with self._lock:
             self._counts_LE[layer].scatter_add_(0, experts, self._one.expand(len(experts)))
 
+    def add(self, counts_LE: NDArray[np.int64]) -> None:
+        """What was counted elsewhere; for loads on the CPU."""
+        assert self._in_numpy is not None
+        with self._lock:
+            self._in_numpy += counts_LE
+
     def take(self) -> Tensor:
         """Counts since the last call, int64 [L, E] on the CPU."""
         with self._lock:
@@ -271,3 +279,21 @@ class MoeMlp:
         sent = dispatcher.dispatch(self.layer, x_TC, torch.empty(0, self.top_k, dtype=torch.int64, device=device))
         no_weights_TK = torch.empty(0, self.top_k, device=device)
         dispatcher.combine(experts.compute(sent.rows_NC, sent.counts_S), sent, no_weights_TK)
+
+
+class DispatcherHolder(Protocol):
+    """Whoever says what carries tokens to experts; between steps it may be another, and there may be none."""
+
+    dispatcher: Dispatcher | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeFeedForward:
+    """A MoE layer as a decoder sees it. All those of a decoder have the same `parts`."""
+
+    mlp: MoeMlp
+    parts: DispatcherHolder
+
+    def __call__(self, x_TC: Tensor, scratch: Scratch | None) -> Tensor:
+        assert self.parts.dispatcher is not None, "this rank lacks experts, so it needs a dispatcher to others"
+        return self.mlp(x_TC, self.parts.dispatcher, scratch)

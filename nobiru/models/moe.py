@@ -19,13 +19,20 @@ from torch import Tensor
 
 from nobiru.folder.spec import ModelFolder
 from nobiru.layers.activation import Activation
-from nobiru.layers.moe import Dispatcher, ExpertLoads, Experts, LocalDispatcher, MoeMlp, SharedExpert
+from nobiru.layers.moe import (
+    Dispatcher,
+    ExpertLoads,
+    Experts,
+    LocalDispatcher,
+    MoeFeedForward,
+    MoeMlp,
+    SharedExpert,
+)
 from nobiru.layers.routing import Router
 from nobiru.models.config import ConfigFields
 from nobiru.models.experts import ExpertNames, StoredExperts
 from nobiru.models.pace import Pace
 from nobiru.models.weights import ModelWeights, Precision
-from nobiru.ops.scratch import Scratch
 
 Slots = NDArray[np.integer]
 # Slots themselves, or what they are for the numbers of MoE layers and of experts.
@@ -155,18 +162,6 @@ class MoeParts:
             for slot, expert in enumerate(slots_S):
                 if expert >= 0:
                     self.read_expert(layer, expert, slot)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoeFeedForward:
-    """A MoE layer as a decoder sees it."""
-
-    mlp: MoeMlp
-    parts: MoeParts
-
-    def __call__(self, x_TC: Tensor, scratch: Scratch | None) -> Tensor:
-        assert self.parts.dispatcher is not None, "this rank lacks experts, so it needs a dispatcher to others"
-        return self.mlp(x_TC, self.parts.dispatcher, scratch)
 
 
 def load_moe(

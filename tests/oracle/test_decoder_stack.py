@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from nobiru.folder.rope import RopeSpec
 from nobiru.layers.activation import ACTIVATIONS
-from nobiru.layers.decoder_block import DecoderBlock, GatedMlp, SelfAttention
-from nobiru.layers.decoder_stack import AttentionStack, BlockStack, NativeStack, make_stack
+from nobiru.layers.decoder_stack import BlockStack, NativeStack, make_stack
 from nobiru.layers.linear import NativeLinear, make_linear
 from nobiru.layers.moe import Experts
-from nobiru.layers.rms_norm import HeadNorm, RmsNorm
-from nobiru.layers.rotary import Rotary
 from nobiru.ops.native import threads
 from nobiru.ops.native.library import load_kernels
-from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
+from tests.random_decoders import NUM_LAYERS, Sizes, layers, outputs
 
 KERNELS = load_kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="there is no C compiler")
@@ -28,77 +20,6 @@ HALF = pytest.param(
     torch.bfloat16,
     marks=pytest.mark.skipif(KERNELS is None or not KERNELS.multiplies_pairs, reason="no products of bfloat16 pairs"),
 )
-BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 16, 200, 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    width: int = 96
-    inner: int = 160
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 32
-    has_bias: bool = False
-    has_norm: bool = False
-    window: int | None = None
-    activation: str = "silu"
-
-
-def layers(sizes: Sizes, dtype: torch.dtype) -> tuple[list[DecoderBlock], RmsNorm, Rotary]:
-    """The same random weights, exact in bfloat16, whatever the dtype."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int, scale: float) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).bfloat16().to(dtype)
-
-    def linear(num_out: int, num_in: int) -> object:
-        bias = random(num_out, scale=0.3) if sizes.has_bias else None
-        return make_linear(random(num_out, num_in, scale=num_in**-0.5), bias, natively=True)
-
-    def norm() -> RmsNorm:
-        return RmsNorm(weight_C=random(sizes.width, scale=0.1) + 1, eps=1e-5)
-
-    of_queries, of_keys = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-    heads = sizes.num_heads + sizes.num_kv_heads
-    blocks = [
-        DecoderBlock(
-            attention_norm=norm(),
-            attention=SelfAttention(
-                num_heads=sizes.num_heads,
-                num_kv_heads=sizes.num_kv_heads,
-                head_size=sizes.head_size,
-                window=sizes.window,
-                qkv=linear(of_queries + 2 * of_keys, sizes.width),
-                qk_norm=HeadNorm(weight_HD=random(heads, sizes.head_size, scale=0.1) + 1, eps=1e-6)
-                if sizes.has_norm
-                else None,
-                out=linear(sizes.width, of_queries),
-            ),
-            mlp_norm=norm(),
-            mlp=GatedMlp(
-                gate_up=linear(2 * sizes.inner, sizes.width),
-                activation=ACTIVATIONS[sizes.activation],
-                down=linear(sizes.width, sizes.inner),
-            ),
-        )
-        for _ in range(NUM_LAYERS)
-    ]
-    rope = RopeSpec(kind="default", theta=1e4)
-    rotary = Rotary(rope, head_size=sizes.head_size, num_positions=1024, device=torch.device("cpu"))
-    return blocks, norm(), rotary
-
-
-def cache(sizes: Sizes, dtype: torch.dtype) -> list[LayerCache]:
-    # What nobody has written is not a number, so that whoever reads it shows.
-    shape = NUM_BLOCKS, BLOCK_SIZE, sizes.num_kv_heads, sizes.head_size
-    return [
-        LayerCache(
-            keys_NSKD=torch.full(shape, torch.nan, dtype=dtype), values_NSKD=torch.full(shape, torch.nan, dtype=dtype)
-        )
-        for _ in range(NUM_LAYERS)
-    ]
-
-
 # Tokens in the cache and in the step, of each sequence; one step after the other.
 STEPS = {
     "few": [([0, 0, 0], [5, 1, 17]), ([5, 1, 17], [1, 1, 1]), ([6, 2, 18], [1, 3, 1])],
@@ -115,21 +36,6 @@ SIZES = {
 }
 
 
-def outputs(
-    stack: object, sizes: Sizes, dtype: torch.dtype, rotary: Rotary, steps: list, num_threads: int
-) -> list[Tensor]:  # type: ignore[type-arg]
-    generator = torch.Generator().manual_seed(1)
-    own, found = cache(sizes, dtype), []
-    for starts, lengths in steps:
-        # Sequence i has the blocks i, i + 10, i + 20, …
-        ids = [np.arange(i, NUM_BLOCKS, 10) for i in range(len(starts))]
-        layout = PagedLayout(np.array(starts), np.array(lengths), ids, block_size=BLOCK_SIZE)
-        hidden_TC = torch.randn(layout.num_tokens, sizes.width, generator=generator).bfloat16().to(dtype)
-        with torch.inference_mode(), threads.kernels_only(num_threads):
-            found.append(stack(hidden_TC, rotary.turns_at(layout.positions_T), layout, own, Scratch()).float())  # type: ignore[operator]
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
@@ -139,7 +45,7 @@ def test_one_call_gives_what_layers_give(
 ) -> None:
     blocks, norm, rotary = layers(sizes, dtype)
     stack = make_stack(blocks, norm)
-    assert isinstance(stack, NativeStack)
+    assert isinstance(stack, NativeStack) and not stack.plain
     found = outputs(stack, sizes, dtype, rotary, steps, num_threads)
     exact_blocks, exact_norm, _ = layers(sizes, torch.float32)
     exact = outputs(BlockStack(blocks=exact_blocks, norm=exact_norm), sizes, torch.float32, rotary, steps, 1)
@@ -164,7 +70,7 @@ def test_feed_forwards_may_be_the_layers_own(
 ) -> None:
     blocks, norm, rotary = layers(sizes, dtype)
     stack = make_stack(blocks, norm)
-    assert isinstance(stack, AttentionStack)
+    assert isinstance(stack, NativeStack) and len(stack.plain) == NUM_LAYERS
     found = outputs(stack, sizes, dtype, rotary, steps, 2)
     exact_blocks, exact_norm, _ = layers(sizes, torch.float32)
     exact = outputs(BlockStack(blocks=exact_blocks, norm=exact_norm), sizes, torch.float32, rotary, steps, 1)
@@ -204,7 +110,7 @@ def test_experts_in_one_call(dtype: torch.dtype, stored: torch.dtype, counts: li
         stored=torch.bfloat16 if dtype == torch.bfloat16 else stored,
         device=torch.device("cpu"),
     )
-    assert experts._joined is not None
+    assert experts.joined is not None
     weights = []
     for slot in range(4):
         gate_up_AC = (torch.randn(320, 96, generator=generator) * 96**-0.5).bfloat16().to(dtype)

@@ -42,6 +42,17 @@ def avx2(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return Kernels(ctypes.CDLL(str(target)))
 
 
+@needs_compiler
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "cascadelake", "sapphirerapids"])
+def test_the_source_suits_every_processor(processor: str) -> None:
+    """One with AVX512 but without its bfloat16 has other parts of the source than the others."""
+    command = ["gcc", f"-march={processor}", "-std=gnu11", "-fsyntax-only", "-Werror=implicit-function-declaration"]
+    done = subprocess.run([*command, str(compiler._SOURCE)], capture_output=True, text=True, check=False)
+    if "bad value" in done.stderr:
+        pytest.skip("the compiler does not know this processor")
+    assert done.returncode == 0, done.stderr
+
+
 def kernels_of(kind: str, request: pytest.FixtureRequest) -> Kernels:
     if kind == "avx2":
         found: Kernels = request.getfixturevalue("avx2")

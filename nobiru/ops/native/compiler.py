@@ -32,8 +32,9 @@ _HEADERS = tuple(
         "pairs_prefill",
         "encoder_attention",
         "encoder_layers",
-        "decoder_layers",
         "expert_layers",
+        "expert_routes",
+        "decoder_layers",
     )
 )
 _OPTIONS = ("-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11")

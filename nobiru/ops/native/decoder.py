@@ -3,20 +3,24 @@
 Owns the description of layers that the kernels read, and which sizes they take.
 
 Shape legend: T tokens, C hidden size, H query heads, K key heads, D values a head, P pairs of them, N blocks of the
-cache, S slots of a block.
+cache, S slots of a block, L layers with experts, E experts of one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.ops.native import threads
-from nobiru.ops.native.encoder import GRAIN, MatrixStruct, address, choose_product
+from nobiru.ops.native.encoder import GRAIN, MatrixStruct, matrix_of
+from nobiru.ops.native.experts import PackedMoe
 from nobiru.ops.native.library import AttentionStruct, Kernels, PackedWeight, PrefillStruct
 from nobiru.ops.paged_groups import decode_rows, prefill_tiles
 from nobiru.ops.paged_layout import LayerCache, PagedLayout
@@ -28,7 +32,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "qk_norm", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("moe", "attention_norm", "mlp_norm", "qk_norm", "keys", "values")),
         *((name, ctypes.c_float) for name in ("attention_eps", "mlp_eps", "qk_eps")),
         ("window", ctypes.c_long),
     )
@@ -39,9 +43,10 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "hidden", "out", "norm", "turns", "slots")),
+        *((name, ctypes.c_void_p) for name in ("expert_slots", "loads")),
         ("decode", AttentionStruct),
         ("prefill", PrefillStruct),
-        *((name, ctypes.c_long) for name in ("num_layers", "tokens", "width", "inner")),
+        *((name, ctypes.c_long) for name in ("num_layers", "tokens", "width")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("is_half", "uses_tiles", "attends_only", "threads", "failed")),
     )
@@ -70,12 +75,12 @@ class NormWeight:
 class PackedLayer:
     """The weights of one layer, in the dtype of hidden states but for the matrices.
 
-    `feed_forward` is gate with up, and down; without it somebody else computes the layer's.
+    `feed_forward` is gate with up, and down, or experts; without it somebody else computes the layer's.
     """
 
     qkv: PackedWeight
     out: PackedWeight
-    feed_forward: tuple[PackedWeight, PackedWeight] | None
+    feed_forward: tuple[PackedWeight, PackedWeight] | PackedMoe | None
     attention_norm: NormWeight
     mlp_norm: NormWeight
     qk_norm: NormWeight | None
@@ -84,10 +89,9 @@ class PackedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """What all layers have in common. `inner` is the number of gates of a feed-forward, 0 where there is none."""
+    """What all layers have in common."""
 
     width: int
-    inner: int
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -95,10 +99,20 @@ class DecoderShape:
 
 
 class DecoderPass:
-    """One step's tokens on their way through the layers. `sums_TC` are what has been added up so far, in float32."""
+    """One step's tokens on their way through the layers. `sums_TC` are what has been added up so far, in float32.
+
+    `loads_LE` is how many tokens went to each expert in the layers that were run whole.
+    """
 
     def __init__(
-        self, kernels: Kernels, arguments: _Decoder, *, sums_TC: Tensor, out_TC: Tensor, used: tuple[object, ...]
+        self,
+        kernels: Kernels,
+        arguments: _Decoder,
+        *,
+        sums_TC: Tensor,
+        out_TC: Tensor,
+        loads_LE: NDArray[np.int64] | None,
+        used: tuple[object, ...],
     ) -> None:
         """`used` is whatever else the arguments point into."""
         self._kernels = kernels
@@ -107,23 +121,24 @@ class DecoderPass:
         self._first = arguments.layers
         self._num_layers = arguments.num_layers
         self.sums_TC = sums_TC
+        self.loads_LE = loads_LE
         self._out_TC = out_TC
 
-    def run(self) -> Tensor:
-        """All layers; hidden states [T, C] behind the last norm. Keys and values go into the cache."""
-        return self._run(self._first, self._num_layers, attends_only=False)
+    def run(self, first: int = 0, end: int | None = None) -> Tensor:
+        """Layers `first` to `end`, all unless said, or none; hidden states [T, C] behind the norm that is the last.
+
+        Keys and values go into the cache.
+        """
+        return self._run(first, self._num_layers if end is None else end, attends_only=False)
 
     def attend(self, layer: int) -> Tensor:
         """That layer's attention; what its feed-forward takes, [T, C], until the next call."""
-        return self._run(self._first + layer * ctypes.sizeof(_Layer), 1, attends_only=True)
+        return self._run(layer, layer + 1, attends_only=True)
 
-    def end(self) -> Tensor:
-        """Hidden states [T, C] behind the last norm, of `sums_TC` as they are."""
-        return self._run(self._first, 0, attends_only=False)
-
-    def _run(self, layers: int, count: int, *, attends_only: bool) -> Tensor:
+    def _run(self, first: int, end: int, *, attends_only: bool) -> Tensor:
         arguments = self._arguments
-        arguments.layers, arguments.num_layers, arguments.attends_only = layers, count, attends_only
+        arguments.layers, arguments.num_layers = self._first + first * ctypes.sizeof(_Layer), end - first
+        arguments.attends_only = attends_only
         self._kernels.library.decode(ctypes.addressof(arguments))
         if arguments.failed:
             raise MemoryError(f"no memory for {self._out_TC.shape[0]} tokens")
@@ -147,8 +162,12 @@ class PackedDecoder:
         layout: PagedLayout,
         cache: Sequence[LayerCache],
         buffer: Buffer | None = None,
+        expert_slots_LE: NDArray[np.int64] | None = None,
     ) -> DecoderPass:
-        """One step's tokens before the first layer. Their sums lie in the buffer, if there is one."""
+        """One step's tokens before the first layer. Their sums lie in the buffer, if there is one.
+
+        `expert_slots_LE` says in which slot each expert is; without it layers with experts can only `attend`.
+        """
         shape, num_threads = self._shape, threads.num_threads()
         rows, tiles = decode_rows(layout), prefill_tiles(layout)
         sums_TC = (buffer or Buffer()).take(*hidden_TC.shape, dtype=torch.float32).copy_(hidden_TC)
@@ -171,6 +190,7 @@ class PackedDecoder:
             prefill.block_table, prefill.table_width = layout.block_table.data_ptr(), layout.block_table.shape[1]
             prefill.tiles, prefill.tiles_count = tiles.data_ptr(), tiles.shape[0]
         layers = self._describe(cache)
+        loads_LE = None if expert_slots_LE is None else np.zeros_like(expert_slots_LE)
         arguments = _Decoder(
             layers=ctypes.addressof(layers),
             hidden=sums_TC.data_ptr(),
@@ -178,19 +198,20 @@ class PackedDecoder:
             norm=self._norm.weight.data_ptr(),
             turns=turns_T1P.data_ptr(),
             slots=layout.slots_T.data_ptr(),
+            expert_slots=None if expert_slots_LE is None else expert_slots_LE.ctypes.data,
+            loads=None if loads_LE is None else loads_LE.ctypes.data,
             decode=decode,
             prefill=prefill,
             num_layers=len(self._layers),
             tokens=hidden_TC.shape[0],
             width=shape.width,
-            inner=shape.inner,
             eps=self._norm.eps,
             is_half=shape.dtype == torch.bfloat16,
             uses_tiles=self._uses_tiles,
             threads=num_threads,
         )
-        used = (rows, tiles, turns_T1P, layout, layers)
-        return DecoderPass(self._kernels, arguments, sums_TC=sums_TC, out_TC=out_TC, used=used)
+        used = (rows, tiles, turns_T1P, layout, layers, expert_slots_LE)
+        return DecoderPass(self._kernels, arguments, sums_TC=sums_TC, out_TC=out_TC, loads_LE=loads_LE, used=used)
 
     @property
     def _uses_tiles(self) -> bool:
@@ -198,19 +219,27 @@ class PackedDecoder:
 
     def _describe(self, cache: Sequence[LayerCache]) -> ctypes.Array[_Layer]:
         """What the kernels read of all layers, made once for a cache."""
-        if self._described is None or self._described[0] is not cache:
+        described = self._described
+        if described is None or described[0] is not cache:
             structs = [self._layer(layer, own) for layer, own in zip(self._layers, cache, strict=True)]
-            self._described = cache, (_Layer * len(structs))(*structs)
-        return self._described[1]
+            # Another thread may put that of another cache here meanwhile.
+            self._described = described = cache, (_Layer * len(structs))(*structs)
+        return described[1]
 
     def _layer(self, layer: PackedLayer, cache: LayerCache) -> _Layer:
         assert cache.keys_NSKD.is_contiguous() and cache.values_NSKD.is_contiguous()
-        has_tiles = self._kernels.has_tiles
+        matrix = functools.partial(matrix_of, has_tiles=self._kernels.has_tiles)
+        gate_up, down, moe = MatrixStruct(), MatrixStruct(), None
+        if isinstance(layer.feed_forward, PackedMoe):
+            moe = ctypes.addressof(layer.feed_forward.struct)
+        elif layer.feed_forward is not None:
+            gate_up, down = (matrix(weight) for weight in layer.feed_forward)
         return _Layer(
-            qkv=_matrix(layer.qkv, has_tiles),
-            out=_matrix(layer.out, has_tiles),
-            gate_up=MatrixStruct() if layer.feed_forward is None else _matrix(layer.feed_forward[0], has_tiles),
-            down=MatrixStruct() if layer.feed_forward is None else _matrix(layer.feed_forward[1], has_tiles),
+            qkv=matrix(layer.qkv),
+            out=matrix(layer.out),
+            gate_up=gate_up,
+            down=down,
+            moe=moe,
             attention_norm=layer.attention_norm.weight.data_ptr(),
             mlp_norm=layer.mlp_norm.weight.data_ptr(),
             qk_norm=None if layer.qk_norm is None else layer.qk_norm.weight.data_ptr(),
@@ -226,7 +255,7 @@ class PackedDecoder:
 def fits(kernels: Kernels, shape: DecoderShape) -> bool:
     """Whether the kernels take layers of these sizes: whole panels of outputs, and heads that attention takes."""
     of_queries, of_keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    sizes = (shape.width, shape.inner, of_queries, of_queries + 2 * of_keys)
+    sizes = (shape.width, of_queries, of_queries + 2 * of_keys)
     if shape.dtype == torch.bfloat16 and not kernels.multiplies_pairs:
         return False
     return kernels.prefills(shape.dtype, shape.head_size) and not any(size % GRAIN for size in sizes)
@@ -243,7 +272,7 @@ def scores(kernels: Kernels, hidden_BC: Tensor, head: PackedWeight, buffer: Buff
     shape = rows_BC.shape[0], head.num_out
     out_BV = torch.empty(shape) if buffer is None else buffer.take(*shape, dtype=torch.float32)
     arguments = _Scores(
-        head=_matrix(head, kernels.has_tiles),
+        head=matrix_of(head, has_tiles=kernels.has_tiles),
         rows=rows_BC.data_ptr(),
         out=out_BV.data_ptr(),
         count=rows_BC.shape[0],
@@ -253,13 +282,3 @@ def scores(kernels: Kernels, hidden_BC: Tensor, head: PackedWeight, buffer: Buff
     if arguments.failed:
         raise MemoryError(f"no memory for scores of {rows_BC.shape[0]} tokens")
     return out_BV
-
-
-def _matrix(weight: PackedWeight, has_tiles: bool) -> MatrixStruct:
-    return MatrixStruct(
-        panels=weight.panels.data_ptr(),
-        bias=address(weight.bias_O),
-        inputs=weight.num_in,
-        outputs=weight.num_out,
-        by=choose_product(weight.panels.dtype, in_pairs=weight.in_pairs, has_tiles=has_tiles),
-    )

@@ -1,13 +1,14 @@
 /* Llama's decoder layers over a KV cache, all of them in one call. kernels.c includes this.
  *
- * Products are those of encoder_layers.h. The sum that passes through the layers is float32 whatever the dtype. Few rows
- * share what they read of the weights: each product is cut by panels of outputs, and threads meet behind it. Many rows
- * are cut into blocks, each of which passes through all that stands between two attentions on one thread, so that it
- * stays in that core's cache.
+ * Products are those of encoder_layers.h and expert_layers.h, and the way to experts is that of expert_routes.h. The sum
+ * that passes through the layers is float32 whatever the dtype. Few rows share what they read of the weights: each product
+ * is cut by panels of outputs, and threads meet behind it. Many rows are cut into blocks, each of which passes through all
+ * that stands between two attentions on one thread, so that it stays in that core's cache; experts are between, too.
  */
 
 struct decoder_layer {
-    struct matrix qkv, out, gate_up, down;
+    struct matrix qkv, out, gate_up, down; /* the last two are 0 where the layer has experts */
+    const struct moe *moe;                 /* or 0 */
     const void *attention_norm, *mlp_norm; /* [width], like hidden states */
     const void *qk_norm;                   /* [heads + key heads, size], or 0 */
     void *keys, *values;
@@ -22,9 +23,11 @@ struct decoder {
     const void *norm;
     const float *turns;   /* [tokens, size]: cosine and sine of each pair of values */
     const int64_t *slots; /* [tokens]: rows of the cache */
+    const int64_t *expert_slots; /* [layers with experts, experts]: where each is */
+    int64_t *loads;              /* like these: how many rows each got; written */
     struct attention decode; /* of sequences with one token, and of the others: what is the same in all layers */
     struct prefill prefill;
-    long num_layers, tokens, width, inner;
+    long num_layers, tokens, width;
     float eps;
     /* attends_only: one layer, up to the norm in front of its feed-forward, which somebody else computes from `out`. */
     int is_half, uses_tiles, attends_only, threads, failed;
@@ -35,10 +38,9 @@ struct pass {
     struct decoder *d;
     const struct decoder_layer *layer;
     char *qkv, *attended;
-    long heads, key_heads, size, rows_each;
+    struct routes routes; /* of a layer with experts */
+    long heads, key_heads, size, rows_each, parts; /* rows of a part, and parts of all rows */
 };
-
-#define FEW_ROWS 96
 
 INLINE long row_bytes(const struct decoder *d, long values) { return values * value_bytes(d->is_half); }
 
@@ -79,46 +81,21 @@ static void place_rows(const struct pass *p, long first, long rows) {
     }
 }
 
-/* silu(gates) * ups of some panels of each; m's outputs are all gates, then all ups. */
-static void project_gated(const struct matrix *m, const struct inputs *in, long rows, int is_half, char *values,
-                          long first_panel, long last_panel) {
-    float gates[32 * WIDTH] __attribute__((aligned(64))), ups[32 * WIDTH] __attribute__((aligned(64)));
-    const long size = m->outputs / 2, blocks = num_blocks(m, rows), to_ups = size / WIDTH * panel_bytes(m);
-    for (long panel = first_panel; panel < last_panel; panel++) {
-        const char *weights = (const char *)m->panels + panel * panel_bytes(m);
-        vec of_gates[2] = {{0}, {0}}, of_ups[2] = {{0}, {0}};
-        for (int half = 0; m->bias && half < 2; half++) {
-            of_gates[half] = load_f32(m->bias + panel * WIDTH + half * LANES);
-            of_ups[half] = load_f32(m->bias + size + panel * WIDTH + half * LANES);
-        }
-        for (long number = 0; number < blocks; number++) {
-            const struct block b = find_block(m, number, blocks, rows);
-            const char *x = in->rows + b.row * in->stride;
-            multiply_panel((int)m->by, weights, x, in->stride, b.rows, m->inputs, fetch_of(m, panel, number, blocks), gates);
-            multiply_panel((int)m->by, weights + to_ups, x, in->stride, b.rows, m->inputs,
-                           fetch_of(m, panel + size / WIDTH, number, blocks), ups);
-            for (int r = 0; r < b.rows; r++)
-                UNROLL for (int half = 0; half < 2; half++) {
-                    vec gate = load_f32(gates + r * WIDTH + half * LANES) + of_gates[half];
-                    vec up = load_f32(ups + r * WIDTH + half * LANES) + of_ups[half];
-                    set(is_half, values, (b.row + r) * size + panel * WIDTH + half * LANES, activate(SILU, !is_half, gate) * up);
-                }
-        }
-    }
-}
-
 /* Memory for some rows between two attentions: of a product's inputs where they have to lie in another way, normalized
- * rows, and values of the feed-forward. */
+ * rows, and values of the feed-forward or scores of the gate. Good until the thread is at another part. */
 struct bench {
     char *inputs, *normed, *inner;
 };
 
 static int take_bench(const struct pass *p, long rows, struct bench *bench) {
     const struct decoder *d = p->d;
+    const struct moe *moe = p->layer->moe;
     const long attended = p->heads * p->size, wider = d->width > attended ? d->width : attended;
-    const long of_inputs = up_to(rows, 32) * row_bytes(d, d->inner > wider ? d->inner : wider);
+    const long inner = p->layer->down.inputs;
+    const long of_inputs = up_to(rows, 32) * row_bytes(d, inner > wider ? inner : wider);
     const long of_normed = up_to(rows * row_bytes(d, d->width), 64);
-    char *all = space(SPACE_OF_PART, of_inputs + of_normed + rows * row_bytes(d, d->inner));
+    const long of_inner = moe ? moe->gate.outputs * (long)sizeof(float) : row_bytes(d, inner);
+    char *all = space(SPACE_OF_PART, of_inputs + of_normed + rows * of_inner);
     if (!all) return 1;
     *bench = (struct bench){all, all + of_inputs, all + of_inputs + of_normed};
     return 0;
@@ -152,6 +129,17 @@ static void before_attention(void *arguments, long part) {
     place_rows(p, first, rows);
 }
 
+/* Some rows as a feed-forward that is not one of this file takes them, and the experts that they go to. */
+static void hand_over(const struct pass *p, long first, long rows, const struct bench *bench) {
+    const struct decoder *d = p->d;
+    char *to = (char *)d->out + first * row_bytes(d, d->width);
+    normalize_rms(d, p->layer->mlp_norm, p->layer->mlp_eps, first, rows, to);
+    if (!p->routes.moe) return;
+    begin_pairs(d->uses_tiles);
+    choose_experts(&p->routes, first, rows, bench->inputs, (float *)bench->inner);
+    end_pairs(d->uses_tiles);
+}
+
 static void behind_attention(void *arguments, long part) {
     const struct pass *p = arguments;
     struct decoder *d = p->d;
@@ -169,15 +157,15 @@ static void behind_attention(void *arguments, long part) {
     begin_pairs(d->uses_tiles);
     struct inputs in = inputs_of((int)layer->out.by, d->is_half, from_attention, rows, attended, bench.inputs);
     project(&layer->out, &in, rows, &sum);
-    if (d->attends_only) {
+    if (d->attends_only || layer->moe) {
         end_pairs(d->uses_tiles);
-        normalize_rms(d, layer->mlp_norm, layer->mlp_eps, first, rows, (char *)d->out + first * row_bytes(d, d->width));
+        hand_over(p, first, rows, &bench);
         return;
     }
     normalize_rms(d, layer->mlp_norm, layer->mlp_eps, first, rows, bench.normed);
     in = inputs_of((int)layer->gate_up.by, d->is_half, bench.normed, rows, d->width, bench.inputs);
-    project_gated(&layer->gate_up, &in, rows, d->is_half, bench.inner, 0, d->inner / WIDTH);
-    in = inputs_of((int)layer->down.by, d->is_half, bench.inner, rows, d->inner, bench.inputs);
+    project_gated(&layer->gate_up, &in, rows, d->is_half, bench.inner, 0, layer->down.inputs / WIDTH);
+    in = inputs_of((int)layer->down.by, d->is_half, bench.inner, rows, layer->down.inputs, bench.inputs);
     project(&layer->down, &in, rows, &sum);
     end_pairs(d->uses_tiles);
 }
@@ -211,6 +199,14 @@ static void share_product(const struct decoder *d, const struct matrix *m, const
     in_parallel(product_part, &s, (panels + s.panels_each - 1) / s.panels_each, d->threads);
 }
 
+static void hand_over_part(void *arguments, long part) {
+    const struct pass *p = arguments;
+    struct bench bench;
+    long rows, first = find_rows(p, part, &rows);
+    if (take_bench(p, rows, &bench)) p->d->failed = 1;
+    else hand_over(p, first, rows, &bench);
+}
+
 /* ---- all layers -----------------------------------------------------------------------------------------------------*/
 
 static void attend(struct pass *p) {
@@ -232,55 +228,71 @@ static void attend(struct pass *p) {
     }
 }
 
-static void pass_few(struct pass *p) {
+/* 1 if there is no memory for its routes. */
+static int begin_layer(struct pass *p, long number) {
     struct decoder *d = p->d;
+    p->layer = d->layers + number;
+    const struct moe *moe = d->attends_only ? 0 : p->layer->moe;
+    p->routes = (struct routes){.moe = moe, .rows = d->out, .sums = d->hidden, .tokens = d->tokens, .width = d->width,
+                                .rows_each = p->rows_each, .is_half = d->is_half, .uses_tiles = d->uses_tiles,
+                                .threads = d->threads};
+    if (!moe) return 0;
+    p->routes.slots = d->expert_slots + moe->layer * moe->experts;
+    p->routes.loads = d->loads + moe->layer * moe->experts;
+    return take_routes(&p->routes);
+}
+
+static void few_rows(struct pass *p) {
+    struct decoder *d = p->d;
+    const struct decoder_layer *layer = p->layer;
     struct bench bench;
     if (take_bench(p, d->tokens, &bench)) {
         d->failed = 1;
         return;
     }
     struct finish sum = {.is_half = d->is_half, .added = d->hidden}, plain = {.is_half = d->is_half, .values = p->qkv};
-    for (long number = 0; number < d->num_layers && !d->failed; number++) {
-        const struct decoder_layer *layer = p->layer = d->layers + number;
-        normalize_rms(d, layer->attention_norm, layer->attention_eps, 0, d->tokens, bench.normed);
-        share_product(d, &layer->qkv, bench.normed, bench.inputs, &plain, 0);
-        place_rows(p, 0, d->tokens);
-        attend(p);
-        share_product(d, &layer->out, p->attended, bench.inputs, &sum, 0);
-        if (d->attends_only) {
-            normalize_rms(d, layer->mlp_norm, layer->mlp_eps, 0, d->tokens, d->out);
-            return;
-        }
-        normalize_rms(d, layer->mlp_norm, layer->mlp_eps, 0, d->tokens, bench.normed);
-        share_product(d, &layer->gate_up, bench.normed, bench.inputs, 0, bench.inner);
-        share_product(d, &layer->down, bench.inner, bench.inputs, &sum, 0);
+    normalize_rms(d, layer->attention_norm, layer->attention_eps, 0, d->tokens, bench.normed);
+    share_product(d, &layer->qkv, bench.normed, bench.inputs, &plain, 0);
+    place_rows(p, 0, d->tokens);
+    attend(p);
+    share_product(d, &layer->out, p->attended, bench.inputs, &sum, 0);
+    if (d->attends_only || layer->moe) {
+        in_parallel(hand_over_part, p, p->parts, d->threads);
+        return;
     }
+    normalize_rms(d, layer->mlp_norm, layer->mlp_eps, 0, d->tokens, bench.normed);
+    share_product(d, &layer->gate_up, bench.normed, bench.inputs, 0, bench.inner);
+    share_product(d, &layer->down, bench.inner, bench.inputs, &sum, 0);
 }
 
-static void pass_many(struct pass *p) {
+static void many_rows(struct pass *p) {
     struct decoder *d = p->d;
-    const long blocks = (d->tokens + MOST_ROWS * d->threads - 1) / (MOST_ROWS * d->threads) * d->threads;
-    p->rows_each = (d->tokens + blocks - 1) / blocks;
-    const long parts = (d->tokens + p->rows_each - 1) / p->rows_each;
-    for (long number = 0; number < d->num_layers && !d->failed; number++) {
-        p->layer = d->layers + number;
-        in_parallel(before_attention, p, parts, d->threads);
-        attend(p);
-        in_parallel(behind_attention, p, parts, d->threads);
-    }
+    in_parallel(before_attention, p, p->parts, d->threads);
+    attend(p);
+    in_parallel(behind_attention, p, p->parts, d->threads);
 }
 
 void decode(struct decoder *d) {
     struct pass p = {.d = d, .heads = d->decode.heads, .key_heads = d->decode.key_heads, .size = d->decode.size};
+    const int is_few = d->tokens < FEW_ROWS;
     const long of_qkv = up_to(d->tokens * row_bytes(d, (p.heads + 2 * p.key_heads) * p.size), 64);
+    if (!d->tokens) return;
     p.qkv = space(SPACE_OF_RUN, of_qkv + d->tokens * row_bytes(d, p.heads * p.size));
     if (!p.qkv) {
         d->failed = 1;
         return;
     }
     p.attended = p.qkv + of_qkv;
-    if (d->tokens < FEW_ROWS) pass_few(&p);
-    else pass_many(&p);
+    const long at_once = is_few ? (d->tokens + 1) / 2 : MOST_ROWS * d->threads; /* rows, of all threads */
+    const long blocks = (d->tokens + at_once - 1) / at_once * d->threads;
+    p.rows_each = (d->tokens + blocks - 1) / blocks;
+    p.parts = (d->tokens + p.rows_each - 1) / p.rows_each;
+    for (long number = 0; number < d->num_layers && !d->failed; number++) {
+        if (begin_layer(&p, number)) d->failed = 1;
+        else if (is_few) few_rows(&p);
+        else many_rows(&p);
+        if (p.routes.moe && !d->failed) d->failed = visit_experts(&p.routes);
+    }
     if (!d->attends_only) normalize_rms(d, d->norm, d->eps, 0, d->tokens, d->out);
 }
 

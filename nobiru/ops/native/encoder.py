@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nobiru import machine
 from nobiru.ops.native import threads
-from nobiru.ops.native.library import Kernels, load_kernels
+from nobiru.ops.native.library import Kernels, PackedWeight, load_kernels
 from nobiru.ops.quantize import quantize_rows
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
@@ -110,6 +110,17 @@ class MatrixStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "sums")),
         *((name, ctypes.c_long) for name in ("inputs", "outputs", "by")),
+    )
+
+
+def matrix_of(weight: PackedWeight, *, has_tiles: bool) -> MatrixStruct:
+    """A decoder's weights, with outputs filled up to whole panels."""
+    return MatrixStruct(
+        panels=weight.panels.data_ptr(),
+        bias=address(weight.bias_O),
+        inputs=weight.num_in,
+        outputs=weight.panels.shape[0] * weight.panels.shape[2],
+        by=choose_product(weight.panels.dtype, in_pairs=weight.in_pairs, has_tiles=has_tiles),
     )
 
 

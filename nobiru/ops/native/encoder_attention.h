@@ -11,8 +11,8 @@
 
 /* The thread's memory, on a cache line; it grows, and what it held is lost when it does. `which` tells several apart. */
 static void *space(int which, long bytes) {
-    static _Thread_local void *memory[2];
-    static _Thread_local long sizes[2];
+    static _Thread_local void *memory[4];
+    static _Thread_local long sizes[4];
     if (bytes > sizes[which]) {
         free(memory[which]);
         sizes[which] = (bytes + bytes / 4 + 4095) / 4096 * 4096;
@@ -23,6 +23,8 @@ static void *space(int which, long bytes) {
 }
 #define SPACE_OF_RUN 0 /* queries, keys and values of a run of sequences, and what attention gave */
 #define SPACE_OF_PART 1
+#define SPACE_OF_ROUTES 2 /* rows on their way to a layer's experts and back */
+#define SPACE_OF_EXPERTS 3 /* what experts have between their two products */
 
 INLINE long up_to(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
 

@@ -1,15 +1,45 @@
 /* The experts of a layer, both products and what is between them in one call, for kernels.c, which includes this. Products
- * are those of encoder_layers.h and decoder_layers.h.
+ * are those of encoder_layers.h.
  *
  * Rows are sorted by expert, each goes through its own: down(silu(gate) * up). Many rows of an expert are cut into blocks,
  * which pass through both products on one thread; few share what they read of the weights.
  */
 
+#define FEW_ROWS 96
+
+/* silu(gates) * ups of some panels of each; m's outputs are all gates, then all ups. */
+static void project_gated(const struct matrix *m, const struct inputs *in, long rows, int is_half, char *values,
+                          long first_panel, long last_panel) {
+    float gates[32 * WIDTH] __attribute__((aligned(64))), ups[32 * WIDTH] __attribute__((aligned(64)));
+    const long size = m->outputs / 2, blocks = num_blocks(m, rows), to_ups = size / WIDTH * panel_bytes(m);
+    for (long panel = first_panel; panel < last_panel; panel++) {
+        const char *weights = (const char *)m->panels + panel * panel_bytes(m);
+        vec of_gates[2] = {{0}, {0}}, of_ups[2] = {{0}, {0}};
+        for (int half = 0; m->bias && half < 2; half++) {
+            of_gates[half] = load_f32(m->bias + panel * WIDTH + half * LANES);
+            of_ups[half] = load_f32(m->bias + size + panel * WIDTH + half * LANES);
+        }
+        for (long number = 0; number < blocks; number++) {
+            const struct block b = find_block(m, number, blocks, rows);
+            const char *x = in->rows + b.row * in->stride;
+            multiply_panel((int)m->by, weights, x, in->stride, b.rows, m->inputs, fetch_of(m, panel, number, blocks), gates);
+            multiply_panel((int)m->by, weights + to_ups, x, in->stride, b.rows, m->inputs,
+                           fetch_of(m, panel + size / WIDTH, number, blocks), ups);
+            for (int r = 0; r < b.rows; r++)
+                UNROLL for (int half = 0; half < 2; half++) {
+                    vec gate = load_f32(gates + r * WIDTH + half * LANES) + of_gates[half];
+                    vec up = load_f32(ups + r * WIDTH + half * LANES) + of_ups[half];
+                    set(is_half, values, (b.row + r) * size + panel * WIDTH + half * LANES, activate(SILU, !is_half, gate) * up);
+                }
+        }
+    }
+}
+
 struct experts {
     struct matrix gate_up, down; /* of slot 0 */
     const int64_t *slots, *starts; /* group g is rows starts[g] to starts[g + 1], by slot slots[g] */
     const char *rows;              /* [rows, inputs of gate_up] */
-    char *out;                     /* [rows, outputs of down] */
+    char *out;                     /* [rows, outputs of down], perhaps in the place of rows */
     long groups, slot_bytes, threads;
     int is_half, uses_tiles, failed;
     char *inner, *inputs; /* of all rows, where they are few */
@@ -97,7 +127,7 @@ void compute_experts(struct experts *e) {
         return;
     }
     const long of_inner = up_to(rows * expert_row(e, inner), 64);
-    e->inner = space(SPACE_OF_RUN, of_inner + (rows + 32 * e->groups) * expert_row(e, inner > width ? inner : width));
+    e->inner = space(SPACE_OF_EXPERTS, of_inner + (rows + 32 * e->groups) * expert_row(e, inner > width ? inner : width));
     if (!e->inner) {
         e->failed = 1;
         return;
