@@ -2,8 +2,8 @@
 
 The limit of a set of texts is the time of all linear layers of a model at the rate that `torch.nn.functional.linear`
 reaches at the model's shapes with 2,048 rows, plus the arithmetic of attention at that rate. For int8 the rate is that
-of oneDNN's products of bytes (`torch.ops.onednn.qlinear_pointwise`, weights packed before). Rates are those of this run,
-with as many threads as there are cores, the median of several.
+of oneDNN's products of bytes (`torch.ops.onednn.qlinear_pointwise`, weights packed before). Rates are those of this
+run, with as many threads as there are cores, the median of several.
 
     python benchmarks/embed_limit.py MODEL --lengths 14,82,253 --dtypes float32,int8
 

@@ -158,7 +158,10 @@ def test_threads_share_the_experts(compute: torch.dtype, counts_S: list[int]) ->
             results.append(experts.compute(rows_NC, counts_S))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*results)
+    kernels = load_kernels()
+    is_native = kernels is not None and (compute == torch.float32 or kernels.multiplies_pairs)
+    # torch's own products of bfloat16 may be cut otherwise for two threads.
+    torch.testing.assert_close(*results, rtol=0, atol=0 if is_native else 0.02)
     expert_N1 = torch.arange(num_experts).repeat_interleave(torch.tensor(counts_S))[:, None]
     ones_N1 = torch.ones(len(rows_NC), 1)
     rounded = [[weight.to(compute) for weight in weights] for weights in (gate_up, down)]
