@@ -110,6 +110,23 @@ static void copy_queries(char *to, const char *from, long stride, int rows, int 
     }
 }
 
+/* Keys turned around, [size, padded]: for each of a key's values those of all keys; 0 behind the last key. */
+static void turn_keys(float *turned, const float *keys, long stride, long length, long padded, long size) {
+    for (long t = 0; t < padded; t += LANES)
+        for (long i = 0; i < size; i += LANES) {
+#ifdef __AVX512F__
+            __m512i rows[LANES];
+            UNROLL for (int r = 0; r < LANES; r++)
+                rows[r] = t + r < length ? _mm512_loadu_si512(keys + (t + r) * stride + i) : _mm512_setzero_si512();
+            turn_square(rows);
+            UNROLL for (int r = 0; r < LANES; r++) _mm512_storeu_si512(turned + (i + r) * padded + t, rows[r]);
+#else
+            for (int r = 0; r < LANES; r++)
+                for (long k = t; k < t + LANES; k++) turned[(i + r) * padded + k] = k < length ? keys[k * stride + i + r] : 0;
+#endif
+        }
+}
+
 static int attend_head_f32(const struct heads *a, long start, long length, long head) {
     const long size = a->size, padded = up_to(length, LANES);
     float *memory = space(SPACE_OF_PART, 4 * (size * (padded + length) + QUERIES * (padded + 2 * size)));
@@ -119,8 +136,7 @@ static int attend_head_f32(const struct heads *a, long start, long length, long 
     const long first = start * a->stride + head * size;
     const float *own_q = (const float *)a->q + first, *own_keys = (const float *)a->keys + first;
     const float *own_values = (const float *)a->values + first;
-    for (long t = 0; t < padded; t++)
-        for (long i = 0; i < size; i++) turned[i * padded + t] = t < length ? own_keys[t * a->stride + i] : 0;
+    turn_keys(turned, own_keys, a->stride, length, padded, size);
     /* Together, since rows that are far apart may all fall on the same few places of a cache. */
     for (long t = 0; t < length; t++) memcpy(values + t * size, own_values + t * a->stride, (size_t)size * sizeof(float));
     for (long query = 0; query < length; query += QUERIES) {

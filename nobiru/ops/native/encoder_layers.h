@@ -311,18 +311,36 @@ INLINE struct ahead fetch_of(const struct matrix *m, long panel, long number, lo
     return fetch_part((const char *)m->panels + panel * bytes, bytes, number, blocks, turn);
 }
 
+/* A panel as many rows take it: bfloat16 weights for rows of float32 are widened once, into `wide`, if there is that. */
+struct panel {
+    const void *weights;
+    int by;
+};
+INLINE float *room_to_widen(const struct matrix *m, long blocks, long panels) {
+    return m->by == HALVED && blocks > 2 ? room(panels * m->inputs * WIDTH) : 0;
+}
+static struct panel open_panel(const struct matrix *m, long number, float *wide) {
+    const void *weights = (const char *)m->panels + number * panel_bytes(m);
+    if (!wide) return (struct panel){weights, (int)m->by};
+    for (long i = 0; i < m->inputs * WIDTH; i += LANES) store_f32(wide + i, load_bf16((const bf16 *)weights + i));
+    return (struct panel){wide, FLOATS};
+}
+
 /* A linear layer on some rows, of these panels of outputs: one by one, each read from memory once for all rows. */
 static void project_panels(const struct matrix *m, const struct inputs *in, long rows, const struct finish *to,
                            long first_panel, long last_panel) {
     float sums[32 * WIDTH] __attribute__((aligned(64)));
     const long blocks = num_blocks(m, rows);
-    for (long panel = first_panel; panel < last_panel; panel++)
+    float *wide = room_to_widen(m, blocks, 1);
+    for (long panel = first_panel; panel < last_panel; panel++) {
+        const struct panel w = open_panel(m, panel, wide);
         for (long number = 0; number < blocks; number++) {
             const struct block b = find_block(m, number, blocks, rows);
-            multiply_panel((int)m->by, (const char *)m->panels + panel * panel_bytes(m), in->rows + b.row * in->stride,
-                           in->stride, b.rows, m->inputs, fetch_of(m, panel, number, blocks), sums);
+            multiply_panel(w.by, w.weights, in->rows + b.row * in->stride, in->stride, b.rows, m->inputs,
+                           fetch_of(m, panel, number, blocks), sums);
             finish(m->by >= BYTES, m, in, to, sums, b.row, b.rows, panel * WIDTH);
         }
+    }
 }
 
 static void project(const struct matrix *m, const struct inputs *in, long rows, const struct finish *to) {

@@ -11,9 +11,11 @@
 static void project_gated(const struct matrix *m, const struct inputs *in, long rows, int is_half, char *values,
                           long first_panel, long last_panel) {
     float gates[32 * WIDTH] __attribute__((aligned(64))), ups[32 * WIDTH] __attribute__((aligned(64)));
-    const long size = m->outputs / 2, blocks = num_blocks(m, rows), to_ups = size / WIDTH * panel_bytes(m);
+    const long size = m->outputs / 2, blocks = num_blocks(m, rows), to_ups = size / WIDTH;
+    float *wide = room_to_widen(m, blocks, 2);
     for (long panel = first_panel; panel < last_panel; panel++) {
-        const char *weights = (const char *)m->panels + panel * panel_bytes(m);
+        const struct panel gate_panel = open_panel(m, panel, wide);
+        const struct panel up_panel = open_panel(m, panel + to_ups, wide ? wide + m->inputs * WIDTH : 0);
         vec of_gates[2] = {{0}, {0}}, of_ups[2] = {{0}, {0}};
         for (int half = 0; m->bias && half < 2; half++) {
             of_gates[half] = load_f32(m->bias + panel * WIDTH + half * LANES);
@@ -22,9 +24,10 @@ static void project_gated(const struct matrix *m, const struct inputs *in, long 
         for (long number = 0; number < blocks; number++) {
             const struct block b = find_block(m, number, blocks, rows);
             const char *x = in->rows + b.row * in->stride;
-            multiply_panel((int)m->by, weights, x, in->stride, b.rows, m->inputs, fetch_of(m, panel, number, blocks), gates);
-            multiply_panel((int)m->by, weights + to_ups, x, in->stride, b.rows, m->inputs,
-                           fetch_of(m, panel + size / WIDTH, number, blocks), ups);
+            multiply_panel(gate_panel.by, gate_panel.weights, x, in->stride, b.rows, m->inputs,
+                           fetch_of(m, panel, number, blocks), gates);
+            multiply_panel(up_panel.by, up_panel.weights, x, in->stride, b.rows, m->inputs,
+                           fetch_of(m, panel + to_ups, number, blocks), ups);
             for (int r = 0; r < b.rows; r++)
                 UNROLL for (int half = 0; half < 2; half++) {
                     vec gate = load_f32(gates + r * WIDTH + half * LANES) + of_gates[half];

@@ -139,6 +139,33 @@ INLINE vec one_over(vec x) {
 #endif
 }
 
+#ifdef __AVX512F__
+/* 16 rows of 16 values of 32 bits, turned around. */
+static void turn_square(__m512i *x) {
+    __m512i y[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+    UNROLL for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+#endif
+
 int32_t panel_width(void) { return WIDTH; }
 
 int32_t multiplies_bf16_pairs(void) {
