@@ -92,9 +92,9 @@ INLINE vec smaller(vec x, vec y) { return (vec)_mm512_min_ps((__m512)y, (__m512)
 INLINE vec larger(vec x, vec y) { return (vec)_mm256_max_ps((__m256)y, (__m256)x); }
 INLINE vec smaller(vec x, vec y) { return (vec)_mm256_min_ps((__m256)y, (__m256)x); }
 #else
-INLINE vec select(ivec first, vec x, vec y) { return (vec)(((ivec)x & first) | ((ivec)y & ~first)); }
-INLINE vec larger(vec x, vec y) { return select((ivec)(y > x), y, x); }
-INLINE vec smaller(vec x, vec y) { return select((ivec)(y < x), y, x); }
+INLINE vec either(ivec first, vec x, vec y) { return (vec)(((ivec)x & first) | ((ivec)y & ~first)); }
+INLINE vec larger(vec x, vec y) { return either((ivec)(y > x), y, x); }
+INLINE vec smaller(vec x, vec y) { return either((ivec)(y < x), y, x); }
 #endif
 INLINE float largest(vec x) {
 #if LANES == 16
