@@ -77,21 +77,19 @@ class LocalDispatcher:
         """`slots_LS` says which logical expert is in which slot of each MoE layer, -1 for none. Of several copies of an
         expert the first is used, and `slots_LE` is where those are; ValueError if one has none."""
         self._num_slots = slots_LS.shape[1]
-        self._slots: list[NDArray[np.integer]] = []
-        for layer, slots_S in enumerate(slots_LS):
-            # Small numbers are sorted in one pass.
-            slot_E: NDArray[np.integer] = np.full(num_experts, -1, np.int16 if self._num_slots < 2**15 else np.int64)
+        self.slots_LE = np.full((len(slots_LS), num_experts), -1, np.int64)
+        for layer, (slots_S, slot_E) in enumerate(zip(slots_LS, self.slots_LE, strict=True)):
             for slot in reversed(range(self._num_slots)):
                 if slots_S[slot] >= 0:
                     slot_E[slots_S[slot]] = slot
             if missing := np.flatnonzero(slot_E == -1).tolist():
                 raise ValueError(f"a single rank must hold every expert; layer {layer} lacks {missing}")
-            self._slots.append(slot_E)
-        self.slots_LE = np.array(self._slots, dtype=np.int64).reshape(-1, num_experts)
+        # Small numbers are sorted in one pass.
+        self._sorted_by_LE = self.slots_LE.astype(np.int16 if self._num_slots < 2**15 else np.int64)
 
     def dispatch(self, layer: int, x_TC: Tensor, expert_TK: Tensor) -> Dispatched:
         # NumPy takes a microsecond for each of these; a step of one token has them in every layer.
-        slot_N = self._slots[layer][expert_TK.flatten().cpu().numpy()]
+        slot_N = self._sorted_by_LE[layer][expert_TK.flatten().cpu().numpy()]
         order_N = slot_N.argsort(kind="stable")
         row_N = np.empty_like(order_N)
         row_N[order_N] = np.arange(len(order_N))

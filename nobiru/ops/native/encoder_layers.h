@@ -87,7 +87,7 @@ INLINE vec gelu(const int is_exact, vec x) {
     y = y * t - 0.284496736f;
     y = (y * t + 0.254829592f) * t * power_of_e(-size * size) * 0.5f; /* the part beyond |x| */
     ivec is_below = (ivec)(x < splat(0.0f));
-    return x * (vec)(((ivec)y & is_below) | ((ivec)(1.0f - y) & ~is_below));
+    return x * either(is_below, y, 1.0f - y);
 }
 
 /* 1 / (1 + e to the power of -x); for rounded results within some 1e-4 of it. */
@@ -174,10 +174,19 @@ struct inputs {
 INLINE int is_tiled(int by) { return by == PAIR_TILES || by == BYTE_TILES; }
 INLINE int rows_at_once(int by) { return is_tiled(by) ? 32 : MAX_ROWS; }
 
+/* A tile of rows of X by weights of W, whose sums are of S. */
+#define PRODUCT(TILE_NAME, W, X, S)                                                                                    \
+    do {                                                                                                               \
+        const W *w = panel;                                                                                            \
+        const X *x = (const X *)all_x;                                                                                 \
+        const long stride = stride_bytes / (long)sizeof(X);                                                            \
+        S *sums = to;                                                                                                  \
+        switch (rows) { ALL_CASES(TILE_NAME) }                                                                         \
+    } while (0)
+
 /* The sums of up to rows_at_once rows by one panel, [rows, WIDTH], as float32 or int32. `ahead` as in kernels.c. */
 static void multiply_panel(int by, const void *panel, const char *all_x, long stride_bytes, int rows, long inputs,
                            struct ahead ahead, void *to) {
-    float *sums = to;
     switch (by) {
 #ifdef HAS_TILES
         case PAIR_TILES: {
@@ -192,45 +201,16 @@ static void multiply_panel(int by, const void *panel, const char *all_x, long st
         }
 #endif
 #ifdef HAS_SMALL_BYTES
-        case SMALL_BYTES: {
-            const int8_t *w = panel;
-            const uint8_t *x = (const uint8_t *)all_x;
-            const long stride = stride_bytes;
-            int32_t *sums = to;
-            switch (rows) { ALL_CASES(tile_small_bytes) }
-            return;
-        }
+        case SMALL_BYTES: PRODUCT(tile_small_bytes, int8_t, uint8_t, int32_t); return;
 #endif
 #ifdef __AVX512VNNI__
-        case BYTES: {
-            const int8_t *w = panel;
-            const uint8_t *x = (const uint8_t *)all_x;
-            const long stride = stride_bytes;
-            int32_t *sums = to;
-            switch (rows) { ALL_CASES(tile_bytes) }
-            return;
-        }
+        case BYTES: PRODUCT(tile_bytes, int8_t, uint8_t, int32_t); return;
 #endif
 #ifdef __AVX512BF16__
-        case PAIRS: {
-            const bf16 *w = panel, *x = (const bf16 *)all_x;
-            const long stride = stride_bytes / 2;
-            switch (rows) { ALL_CASES(tile_pairs) }
-            return;
-        }
+        case PAIRS: PRODUCT(tile_pairs, bf16, bf16, float); return;
 #endif
-        case HALVED: {
-            const bf16 *w = panel;
-            const float *x = (const float *)all_x;
-            const long stride = stride_bytes / 4;
-            switch (rows) { ALL_CASES(tile_bf16) }
-            return;
-        }
-        default: {
-            const float *w = panel, *x = (const float *)all_x;
-            const long stride = stride_bytes / 4;
-            switch (rows) { ALL_CASES(tile_f32) }
-        }
+        case HALVED: PRODUCT(tile_bf16, bf16, float, float); return;
+        default: PRODUCT(tile_f32, float, float, float);
     }
 }
 
@@ -322,7 +302,7 @@ INLINE float *room_to_widen(const struct matrix *m, long blocks, long panels) {
 static struct panel open_panel(const struct matrix *m, long number, float *wide) {
     const void *weights = (const char *)m->panels + number * panel_bytes(m);
     if (!wide) return (struct panel){weights, (int)m->by};
-    for (long i = 0; i < m->inputs * WIDTH; i += LANES) store_f32(wide + i, load_bf16((const bf16 *)weights + i));
+    widen(weights, m->inputs * WIDTH, wide);
     return (struct panel){wide, FLOATS};
 }
 

@@ -84,6 +84,7 @@ INLINE float total(vec x) {
     x += SHUFFLE(x, SWAPPED);
     return x[0];
 }
+INLINE vec either(ivec first, vec x, vec y) { return (vec)(((ivec)x & first) | ((ivec)y & ~first)); }
 /* y where it is larger, or smaller, else x: also where one is not a number. */
 #if defined(__AVX512F__)
 INLINE vec larger(vec x, vec y) { return (vec)_mm512_max_ps((__m512)y, (__m512)x); }
@@ -92,7 +93,6 @@ INLINE vec smaller(vec x, vec y) { return (vec)_mm512_min_ps((__m512)y, (__m512)
 INLINE vec larger(vec x, vec y) { return (vec)_mm256_max_ps((__m256)y, (__m256)x); }
 INLINE vec smaller(vec x, vec y) { return (vec)_mm256_min_ps((__m256)y, (__m256)x); }
 #else
-INLINE vec either(ivec first, vec x, vec y) { return (vec)(((ivec)x & first) | ((ivec)y & ~first)); }
 INLINE vec larger(vec x, vec y) { return either((ivec)(y > x), y, x); }
 INLINE vec smaller(vec x, vec y) { return either((ivec)(y < x), y, x); }
 #endif
@@ -293,6 +293,10 @@ PANEL(panel_bf16, tile_bf16, put_f32, bf16, float, float)
 PANEL(panel_pairs, tile_pairs, put_bf16, bf16, bf16, bf16)
 #endif
 
+static void widen(const bf16 *weights, long count, float *wide) {
+    for (long i = 0; i < count; i += LANES) store_f32(wide + i, load_bf16(weights + i));
+}
+
 /* For many rows bfloat16 weights are widened once per panel. */
 static void panel_widened(const bf16 *w, const float *bias, const float *x, long stride, float *y, long rows,
                           long inputs, long outputs, int count) {
@@ -301,7 +305,7 @@ static void panel_widened(const bf16 *w, const float *bias, const float *x, long
         panel_bf16(w, bias, x, stride, y, rows, inputs, outputs, count);
         return;
     }
-    for (long i = 0; i < inputs * WIDTH; i += LANES) store_f32(wide + i, load_bf16(w + i));
+    widen(w, inputs * WIDTH, wide);
     panel_f32(wide, bias, x, stride, y, rows, inputs, outputs, count);
 }
 
