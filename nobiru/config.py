@@ -219,6 +219,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.autoscale is not None:
             AutoscaleConfig.parse(self.autoscale)
 
+    def model_names(self, folder_name: str) -> tuple[str, ...]:
+        """Of the model in the API; answers give the first."""
+        return self.served_model_names or (folder_name,)
+
     @property
     def autoscaling(self) -> AutoscaleConfig | None:
         """How the number of ranks follows the load; None: not at all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,8 +98,12 @@ def outputs(
     rotary: Rotary,
     steps: Sequence[tuple[list[int], list[int]]],
     num_threads: int,
+    rows: Callable[[int], Tensor | None] = lambda _: None,
 ) -> list[Tensor]:
-    """Of each step, in float32. A step is the tokens that each sequence has in the cache, and those it has now."""
+    """Of each step, in float32. A step is the tokens that each sequence has in the cache, and those it has now.
+
+    `rows` says of a step with so many tokens which are asked for, if not all.
+    """
     generator = torch.Generator().manual_seed(1)
     own, found = cache(sizes, dtype), []
     for starts, lengths in steps:
@@ -108,5 +112,15 @@ def outputs(
         layout = PagedLayout(np.array(starts), np.array(lengths), ids, block_size=BLOCK_SIZE)
         hidden_TC = torch.randn(layout.num_tokens, sizes.width, generator=generator).bfloat16().to(dtype)
         with torch.inference_mode(), threads.kernels_only(num_threads):
-            found.append(stack(hidden_TC, rotary.turns_at(layout.positions_T), layout, own, Scratch()).float())
+            turns_T1P = rotary.turns_at(layout.positions_T)
+            found.append(stack(hidden_TC, turns_T1P, layout, own, Scratch(), rows(layout.num_tokens)).float())
     return found
+
+
+# Of a step's tokens those that are asked for: none, few, most.
+ROWS: dict[str, Callable[[int], Tensor]] = {
+    "none": lambda num_tokens: torch.arange(0),
+    "last": lambda num_tokens: torch.arange(num_tokens - 1, num_tokens),
+    "every third": lambda num_tokens: torch.arange(0, num_tokens, 3),
+    "but the first": lambda num_tokens: torch.arange(1, num_tokens),
+}

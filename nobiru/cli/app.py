@@ -7,28 +7,48 @@ from typing import Annotated
 import typer
 
 from nobiru import __version__
-from nobiru.cli.bench import app as bench_app
-from nobiru.cli.embed import embed
-from nobiru.cli.scale import EPILOG as SCALE_EPILOG
-from nobiru.cli.scale import scale
-from nobiru.cli.serve import serve
-from nobiru.cli.status import EPILOG as STATUS_EPILOG
-from nobiru.cli.status import status
 
 EPILOG = "Every option can be set in the environment too: --max-num-seqs is NOBIRU_MAX_NUM_SEQS."
+COMMANDS = ("serve", "embed", "scale", "status", "bench")
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(epilog=EPILOG)(serve)
-app.command(epilog=EPILOG)(embed)
-app.command(epilog=SCALE_EPILOG)(scale)
-app.command(epilog=STATUS_EPILOG)(status)
-app.add_typer(bench_app, name="bench")
+
+def make_app(only: str | None = None) -> typer.Typer:
+    """The application with all commands, or with one of `COMMANDS`, which need not wait for the others' imports."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(epilog=EPILOG)(nobiru)
+    for command in COMMANDS if only is None else [only]:
+        _add(command, app)
+    return app
+
+
+def _add(command: str, app: typer.Typer) -> None:
+    match command:
+        case "serve":
+            from nobiru.cli.serve import serve
+
+            app.command(epilog=EPILOG)(serve)
+        case "embed":
+            from nobiru.cli.embed import embed
+
+            app.command(epilog=EPILOG)(embed)
+        case "scale":
+            from nobiru.cli import scale
+
+            app.command(epilog=scale.EPILOG)(scale.scale)
+        case "status":
+            from nobiru.cli import status
+
+            app.command(epilog=status.EPILOG)(status.status)
+        case "bench":
+            from nobiru.cli import bench
+
+            app.add_typer(bench.app, name="bench")
 
 
 def _print_version(value: bool) -> None:
@@ -37,7 +57,6 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog=EPILOG)
 def nobiru(
     version: Annotated[
         bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)

@@ -17,8 +17,12 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments in (["--version"], ["-V"]):
         print(f"nobiru {__version__}")
         sys.exit(0)
-    from nobiru.cli.app import app  # typer takes a quarter of a second, which --version need not wait for
+    from nobiru.cli.app import (  # typer takes a quarter of a second, which --version need not wait for
+        COMMANDS,
+        make_app,
+    )
 
+    app = make_app(only=arguments[0] if arguments and arguments[0] in COMMANDS else None)
     try:
         app(args=arguments, prog_name="nobiru")
     except NobiruError as error:

@@ -2,7 +2,8 @@
 
 Owns one layer's arithmetic on packed hidden states. Knows nothing of files or of the names weights have there.
 
-Shape legend: T tokens, C hidden size, H heads, D values a head (C = H * D), M the model's limit of tokens.
+Shape legend: T tokens, R of them that are asked for, C hidden size, H heads, D values a head (C = H * D), M the model's
+limit of tokens.
 """
 
 from __future__ import annotations
@@ -58,8 +59,14 @@ class PostNormBlock:
     output_norm: Norm
 
     def __call__(
-        self, x_TC: Tensor, layout: PackedLayout, scratch: Scratch | None, bias_HMM: Tensor | None = None
+        self,
+        x_TC: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None,
+        bias_HMM: Tensor | None = None,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
+        """The layer's hidden states [T, C], or those of some tokens [R, C]."""
         wide, attended, narrow = (scratch.wide, scratch.attended, scratch.narrow) if scratch else (None, None, None)
         num_tokens, hidden_size = x_TC.shape
         head_size = hidden_size // self.num_heads
@@ -67,5 +74,8 @@ class PostNormBlock:
         attended_THD = packed_attention(
             q_THD, k_THD, v_THD, layout, scale=head_size**-0.5, bias_HMM=bias_HMM, buffer=attended
         )
-        x_TC = self.attention_norm(self.attention_out(attended_THD.flatten(1), narrow).add_(x_TC))
+        attended_TC = attended_THD.flatten(1)
+        if rows_R is not None:
+            x_TC, attended_TC = x_TC.index_select(0, rows_R), attended_TC.index_select(0, rows_R)
+        x_TC = self.attention_norm(self.attention_out(attended_TC, narrow).add_(x_TC))
         return self.output_norm(self.down(self.up(x_TC, wide), narrow).add_(x_TC))

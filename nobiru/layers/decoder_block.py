@@ -4,8 +4,8 @@ Owns one layer's arithmetic on the packed tokens of a step, over the KV cache, w
 feed-forward that most families have. Others put their own in. Knows nothing of files or of the names weights have
 there.
 
-Shape legend: T tokens, C hidden size, H query heads, K key heads, D values a head, P pairs of them, G values of the
-gate.
+Shape legend: T tokens, R of them that are asked for, C hidden size, H query heads, K key heads, D values a head, P
+pairs of them, G values of the gate.
 """
 
 from __future__ import annotations
@@ -47,11 +47,18 @@ class DecoderBlock:
     mlp: FeedForward
 
     def __call__(
-        self, x_TC: Tensor, turns_T1P: Tensor, layout: PagedLayout, cache: LayerCache, scratch: Scratch | None
-    ) -> None:
-        """Adds the layer to x in place."""
+        self,
+        x_TC: Tensor,
+        turns_T1P: Tensor,
+        layout: PagedLayout,
+        cache: LayerCache,
+        scratch: Scratch | None,
+        rows_R: Tensor | None = None,
+    ) -> Tensor:
+        """Adds the layer to x in place; x, or the rows of it that are asked for, [R, C], and no others get through."""
         x_TC.add_(self.attention(self.attention_norm(x_TC), turns_T1P, layout, cache, scratch))
-        x_TC.add_(self.mlp(self.mlp_norm(x_TC), scratch))
+        x_RC = x_TC if rows_R is None else x_TC.index_select(0, rows_R)
+        return x_RC.add_(self.mlp(self.mlp_norm(x_RC), scratch))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

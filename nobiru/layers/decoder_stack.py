@@ -4,7 +4,7 @@ Owns the choice. Native stacks read the weights of the layers they stand for. Th
 head by head or not at all, on a CPU, not spread over workers, and feed-forwards and experts that are gated by silu. A
 layer with another feed-forward, or with experts on other ranks too, has a call for its attention alone.
 
-Shape legend: T tokens, C hidden size, P pairs of a head's values.
+Shape legend: T tokens, R of them that are asked for, C hidden size, P pairs of a head's values.
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ class DecoderStack(Protocol):
         layout: PagedLayout,
         cache: Sequence[LayerCache],
         scratch: Scratch | None,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states behind the last norm, [T, C], in memory of their own; those given may be overwritten."""
+        """Hidden states behind the last norm, [T, C], in memory of their own; those given may be overwritten.
+
+        With `rows_R`, int64 and ascending, those of these tokens, [R, C]: others end at the last layer's attention.
+        """
 
 
 def make_stack(blocks: Sequence[DecoderBlock], norm: RmsNorm) -> DecoderStack:
@@ -64,9 +68,12 @@ class BlockStack:
         layout: PagedLayout,
         cache: Sequence[LayerCache],
         scratch: Scratch | None,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
-        for block, layer_cache in zip(self.blocks, cache, strict=True):
-            block(hidden_TC, turns_T1P, layout, layer_cache, scratch)
+        last = len(self.blocks) - 1
+        for number, (block, layer_cache) in enumerate(zip(self.blocks, cache, strict=True)):
+            rows = rows_R if number == last else None
+            hidden_TC = block(hidden_TC, turns_T1P, layout, layer_cache, scratch, rows)
         return self.norm(hidden_TC)
 
 
@@ -91,17 +98,19 @@ class NativeStack:
         layout: PagedLayout,
         cache: Sequence[LayerCache],
         scratch: Scratch | None,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
         # Looked at in each step, since ranks come and go.
         dispatcher = None if self.moe is None else self.moe.parts.dispatcher
         slots_LE = dispatcher.slots_LE if isinstance(dispatcher, LocalDispatcher) else None
         sums = scratch.sums if scratch else None
-        step = self.decoder.begin(hidden_TC, turns_T1P, layout, cache, sums, slots_LE)
+        step = self.decoder.begin(hidden_TC, turns_T1P, layout, cache, sums, slots_LE, rows_R)
         next_layer = 0
         for layer, feed_forward in (self.spread if slots_LE is None else self.plain).items():
             if layer > next_layer:
                 step.run(next_layer, layer)
-            step.sums_TC.add_(feed_forward(step.attend(layer), scratch))
+            rows_TC = step.attend(layer)
+            step.sums_TC[: rows_TC.shape[0]].add_(feed_forward(rows_TC, scratch))
             next_layer = layer + 1
         out_TC = step.run(next_layer)
         if self.moe is not None and step.loads_LE is not None:

@@ -8,7 +8,7 @@ the dtype of arithmetic.
   normalizations in float32.
 * Without them, for sizes that they do not take, and on CUDA: `PostNormBlock` for each layer.
 
-Shape legend: T tokens, C hidden size, H heads, M the model's limit of tokens.
+Shape legend: T tokens, R of them that are asked for, C hidden size, H heads, M the model's limit of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.layers.activation import ACTIVATIONS, Activation
@@ -71,7 +73,17 @@ class Layers(Protocol):
     def set_bias(self, bias_HMM: Tensor | None) -> None:
         """What all layers add to the scores of attention."""
 
-    def __call__(self, hidden_TC: Tensor, layout: PackedLayout, scratch: Scratch | None) -> Tensor: ...
+    def __call__(
+        self,
+        hidden_TC: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Hidden states [T, C] behind the last layer.
+
+        With `rows_R`, int64 and ascending, only these tokens' need be right: others may end at its attention.
+        """
 
 
 def make_layers(shape: BlockShape, *, dtype: torch.dtype, device: torch.device, in_int8: bool) -> Layers:
@@ -130,7 +142,13 @@ class NativeLayers:
     def set_bias(self, bias_HMM: Tensor | None) -> None:
         self._bias_HMM = None if bias_HMM is None else bias_HMM.float().contiguous()
 
-    def __call__(self, hidden_TC: Tensor, layout: PackedLayout, scratch: Scratch | None) -> Tensor:
+    def __call__(
+        self,
+        hidden_TC: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
         return self._kernels.encode(
             self._shape,
             self._layers,
@@ -138,6 +156,7 @@ class NativeLayers:
             layout.bounds,
             bias_HMM=self._bias_HMM,
             num_threads=threads.num_threads(),
+            rows_R=rows_R,
         )
 
 
@@ -173,10 +192,20 @@ class TorchLayers:
         self._bias_HMM = bias_HMM
         self.attention = self._attention_path()
 
-    def __call__(self, hidden_TC: Tensor, layout: PackedLayout, scratch: Scratch | None) -> Tensor:
-        for block in self._blocks:
+    def __call__(
+        self,
+        hidden_TC: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        *others, last = self._blocks
+        for block in others:
             hidden_TC = block(hidden_TC, layout, scratch, self._bias_HMM)
-        return hidden_TC
+        if rows_R is None:
+            return last(hidden_TC, layout, scratch, self._bias_HMM)
+        rows = layout.to_device(rows_R)
+        return hidden_TC.index_copy_(0, rows, last(hidden_TC, layout, scratch, self._bias_HMM, rows))
 
     def _linear(self, weights: tuple[Tensor, Tensor], activation: Activation | None = None) -> Linear:
         weight_OI, bias_O = weights

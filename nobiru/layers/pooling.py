@@ -3,7 +3,7 @@
 Owns what pooling means, also where a skipped prompt covers the whole sequence: then "cls" takes the first token, "max"
 gives -inf and every other mode zeros, as Sentence Transformers does. Sums are float32.
 
-Shape legend: T tokens, B sequences, C hidden size.
+Shape legend: T tokens, R of them that are read, B sequences, C hidden size.
 """
 
 from __future__ import annotations
@@ -26,11 +26,24 @@ class Pooler:
 
     def __call__(self, hidden_TC: Tensor, layout: PackedLayout, skipped_B: NDArray[np.int64]) -> Tensor:
         """`skipped_B` leading tokens of each sequence are left out, unless the model's pooling includes prompts."""
-        if self._spec.include_prompt:
-            skipped_B = np.zeros_like(skipped_B)
-        kept = _Kept(hidden_TC, layout, np.minimum(skipped_B, layout.lengths_B))
+        kept = _Kept(hidden_TC, layout, self._skipped(layout, skipped_B))
         pooled = [kept.pool(mode).float() for mode in self._spec.modes]
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
+
+    def rows(self, layout: PackedLayout, skipped_B: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """[R]: the tokens, ascending, whose hidden states a call with the same arguments reads; None: all."""
+        read = {"cls": _first_rows(layout, self._skipped(layout, skipped_B)), "lasttoken": layout.ends_B - 1}
+        if any(mode not in read for mode in self._spec.modes):
+            return None
+        return np.unique(np.concatenate([read[mode] for mode in self._spec.modes]))
+
+    def _skipped(self, layout: PackedLayout, skipped_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.zeros_like(skipped_B) if self._spec.include_prompt else np.minimum(skipped_B, layout.lengths_B)
+
+
+def _first_rows(layout: PackedLayout, skipped_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[B]: the first token of each sequence that is not skipped; of one that is skipped altogether, its first."""
+    return layout.starts_B + np.where(skipped_B < layout.lengths_B, skipped_B, 0)
 
 
 class _Kept:
@@ -44,8 +57,7 @@ class _Kept:
 
     def pool(self, mode: str) -> Tensor:
         if mode == "cls":
-            first_B = self._layout.starts_B + np.where(self._counts_B > 0, self._skipped_B, 0)
-            return self._rows(first_B)
+            return self._rows(_first_rows(self._layout, self._skipped_B))
         if mode == "max":
             return self._max()
         if mode == "lasttoken":

@@ -66,14 +66,20 @@ class CausalFallback:
         self._interface = interface
 
     def forward(
-        self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
+        self,
+        token_ids_T: Tensor,
+        layout: PagedLayout,
+        cache: Sequence[LayerCache],
+        scratch: Scratch | None = None,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, C] behind the last norm; keys and values go into the cache."""
+        """Hidden states [T, C] behind the last norm, or of some tokens [R, C]; keys and values go into the cache."""
         caches = iter(cache)
         with self._interface.within(lambda call: _attend_cached(call, layout, next(caches))):
-            return hidden_of(
+            hidden_TC = hidden_of(
                 self._body(input_ids=token_ids_T[None], position_ids=layout.positions_T[None], use_cache=False)
             )[0]
+        return hidden_TC if rows_R is None else hidden_TC.index_select(0, rows_R)
 
     def logits(self, hidden_BC: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Hidden states [B, C] → scores [B, V] in float32."""

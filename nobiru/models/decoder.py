@@ -3,8 +3,8 @@
 Owns the configuration of such a model, the assembly of its layers from a file's tensors, and the forward pass over the
 KV cache.
 
-Shape legend: T tokens, B sequences, C hidden size, V vocabulary, H query heads, K key heads, D values a head, I input
-values.
+Shape legend: T tokens, R of them that are asked for, B sequences, C hidden size, V vocabulary, H query heads, K key
+heads, D values a head, I input values.
 """
 
 from __future__ import annotations
@@ -126,12 +126,21 @@ class Decoder:
         return self.moe is None or self.moe.is_reentrant
 
     def forward(
-        self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
+        self,
+        token_ids_T: Tensor,
+        layout: PagedLayout,
+        cache: Sequence[LayerCache],
+        scratch: Scratch | None = None,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, C] behind the last norm, in memory of their own; keys and values go into the cache."""
+        """Hidden states [T, C] behind the last norm, in memory of their own; keys and values go into the cache.
+
+        With `rows_R`, int64 and ascending, those of these tokens, [R, C], as if there were no others behind the last
+        layer's attention.
+        """
         hidden_TC = self._words(token_ids_T).to(self.dtype)
         turns_T1P = self._rotary.turns_at(layout.positions_T)
-        return self._stack(hidden_TC, turns_T1P, layout, cache, scratch)
+        return self._stack(hidden_TC, turns_T1P, layout, cache, scratch, rows_R)
 
     def logits(self, hidden_BC: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Hidden states [B, C] → scores [B, V] in float32, perhaps in the scratch's memory."""

@@ -68,8 +68,14 @@ class GroupedFallback:
         self._min_run_tokens = math.inf if pads else 0
         self.attention = f"{'padded groups of similar lengths' if pads else 'groups of equal lengths'} ({reason})"
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
-        """Hidden states [T, C]."""
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None = None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Hidden states [T, C] of all tokens."""
         parts = []
         for group in layout.grouped(plan_groups(layout.lengths_B, min_run_tokens=self._min_run_tokens)):
             shape = (group.num_seqs, group.length)
@@ -102,8 +108,14 @@ class PackedFallback:
         self.num_calls = 0
         self.attention = "packed"
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
-        """Hidden states [T, C]."""
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None = None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Hidden states [T, C] of all tokens."""
         ids_1T = token_ids_T[None]
         # Types are given too: a table of them inside the model is only as long as its longest sequence.
         types = {"token_type_ids": torch.zeros_like(ids_1T)} if self._takes_types else {}

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.folder.rope import RopeSpec
@@ -93,8 +94,14 @@ class NomicMoeEncoder:
         head_size = type_C.shape[0] // blocks[0].num_heads
         self.attention = attention_path(type_C.device, type_C.dtype, head_size, has_bias=False)
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
-        """Hidden states [T, C] of the last layer, in memory of their own."""
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None = None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Hidden states [T, C] of the last layer, in memory of their own, of all tokens."""
         words_TC = F.embedding(token_ids_T, self._words_VC).to(self._type_C.dtype)
         hidden_TC = self._norm(words_TC.add_(self._type_C))
         turns_T1P = self._rotary.turns_at(layout.positions_T)

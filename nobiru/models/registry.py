@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.errors import ConfigError, ModelFolderError
@@ -42,8 +44,17 @@ class Encoder(Protocol):
     is_reentrant: bool
     has_own_threads: bool
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
-        """Token ids [T] → hidden states [T, C] in the dtype of arithmetic. `scratch`, on CPUs, is the thread's own."""
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None = None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Token ids [T] → hidden states [T, C] in the dtype of arithmetic. `scratch`, on CPUs, is the thread's own.
+
+        With `rows_R`, ascending, only these tokens' hidden states need be right.
+        """
 
 
 class CausalModel(Protocol):
@@ -67,9 +78,17 @@ class CausalModel(Protocol):
     def moe(self) -> MoeParts | None: ...
 
     def forward(
-        self, token_ids_T: Tensor, layout: PagedLayout, cache: Sequence[LayerCache], scratch: Scratch | None = None
+        self,
+        token_ids_T: Tensor,
+        layout: PagedLayout,
+        cache: Sequence[LayerCache],
+        scratch: Scratch | None = None,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Token ids [T] → hidden states [T, C] behind the last norm; keys and values go into the cache."""
+        """Token ids [T] → hidden states [T, C] behind the last norm; keys and values go into the cache.
+
+        With `rows_R`, int64 and ascending, the hidden states of these tokens, [R, C].
+        """
 
     def logits(self, hidden_BC: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Hidden states [B, C] → scores for the next token [B, V] in float32, perhaps in the scratch's memory."""

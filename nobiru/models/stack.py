@@ -2,8 +2,8 @@
 
 Owns the assembly of layers from a file's tensors, given the family's names for them, and the forward pass.
 
-Shape legend: T tokens, C hidden size, I intermediate size, V vocabulary, P rows of the position table, H heads, M the
-model's limit of tokens.
+Shape legend: T tokens, R of them that are asked for, C hidden size, I intermediate size, V vocabulary, P rows of the
+position table, H heads, M the model's limit of tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.folder.spec import ModelFolder
@@ -79,9 +81,15 @@ class StackEncoder:
         self.has_own_threads = layers.has_own_threads
         self.is_reentrant = not layers.has_own_threads
 
-    def forward(self, token_ids_T: Tensor, layout: PackedLayout, scratch: Scratch | None = None) -> Tensor:
-        """Hidden states [T, C] of the last layer, in memory of their own."""
-        return self._layers(self._embeddings(token_ids_T, layout), layout, scratch)
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        layout: PackedLayout,
+        scratch: Scratch | None = None,
+        rows_R: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Hidden states [T, C] of the last layer, in memory of their own; with `rows_R` only these mean anything."""
+        return self._layers(self._embeddings(token_ids_T, layout), layout, scratch, rows_R)
 
 
 def open_stack(

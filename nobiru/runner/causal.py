@@ -33,7 +33,7 @@ from nobiru.models.registry import CausalModel, load_causal
 from nobiru.models.weights import Precision
 from nobiru.ops.native.threads import kernels_only
 from nobiru.ops.paged_attention import block_table_serves, paged_attention_path
-from nobiru.ops.paged_layout import LayerCache
+from nobiru.ops.paged_layout import LayerCache, PagedLayout
 from nobiru.ops.scratch import Scratch
 from nobiru.request import Vectors
 from nobiru.runner.causal_batch import CausalBatch, CausalLimits, pack_causal
@@ -283,23 +283,26 @@ class CausalRunner:
         numbers = [share[place] for place in batch.order]
         sampling = [place for place, each in enumerate(batch.inputs) if each.sample is not None]
         pooling = [place for place, each in enumerate(batch.inputs) if each.pooling is not None]
+        wanted = sorted(sampling + pooling)
         together = nullcontext() if self.followers is None else self.followers.step(inputs)
         with torch.inference_mode():
             with together:
-                hidden_TC = self._hidden_states(batch)
-                logits_BV = self._logits(_last_rows(hidden_TC, batch, sampling)) if sampling else None
+                hidden_RC = self._hidden_states(batch, wanted)
+                logits_BV = self._logits(_of(sampling, wanted, hidden_RC)) if sampling else None
             return _Computed(
                 sampled=[numbers[place] for place in sampling],
                 logits_BV=logits_BV,
                 pooled=[numbers[place] for place in pooling],
-                vectors=self._pool(_last_rows(hidden_TC, batch, pooling), batch, pooling) if pooling else [],
+                vectors=self._pool(_of(pooling, wanted, hidden_RC), batch, pooling) if pooling else [],
             )
 
-    def _hidden_states(self, batch: CausalBatch) -> Tensor:
+    def _hidden_states(self, batch: CausalBatch, places: list[int]) -> Tensor:
+        """[R, C]: the last token's hidden state of the sequences at `places`."""
+        rows_R = _last_rows(batch.layout, places)
         captured_TC = None if self._graphs is None else self._graphs.run(batch.token_ids_T, batch.layout)
         if captured_TC is not None:
-            return captured_TC
-        return self._model.forward(batch.token_ids_T, batch.layout, self._cache, self._scratch())
+            return captured_TC if rows_R is None else captured_TC.index_select(0, rows_R)
+        return self._model.forward(batch.token_ids_T, batch.layout, self._cache, self._scratch(), rows_R)
 
     def _logits(self, rows_RC: Tensor) -> Tensor:
         return self._model.logits(rows_RC, self._scratch())
@@ -349,13 +352,17 @@ class CausalRunner:
         return scratch
 
 
-def _last_rows(hidden_TC: Tensor, batch: CausalBatch, places: list[int]) -> Tensor:
-    """[R, C]: the last token's hidden state of the sequences at `places`."""
-    layout = batch.layout
+def _last_rows(layout: PagedLayout, places: list[int]) -> Tensor | None:
+    """[R]: the last tokens of the sequences at `places`; None if these are all tokens."""
     if len(places) == layout.num_seqs:
-        return hidden_TC if layout.is_decode else hidden_TC.index_select(0, layout.last_B)
-    rows = layout.ends_B[places] - 1
-    return hidden_TC.index_select(0, layout.to_device(rows))
+        return None if layout.is_decode else layout.last_B
+    rows_R: Tensor = layout.to_device(layout.ends_B[places] - 1)
+    return rows_R
+
+
+def _of(places: list[int], wanted: list[int], rows_RC: Tensor) -> Tensor:
+    """Of rows for the sequences at `wanted` those at `places`."""
+    return rows_RC if places == wanted else rows_RC[[wanted.index(place) for place in places]]
 
 
 def _last_token_finisher(folder: ModelFolder, device: torch.device) -> Finisher:

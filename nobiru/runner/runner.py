@@ -105,7 +105,8 @@ class PoolingRunner:
             device=self._device,
         )
         with torch.inference_mode():
-            hidden = self._encoder.forward(batch.token_ids_T, batch.layout, self._scratch())
+            rows = self._pooler.rows(batch.layout, batch.num_skipped_B)
+            hidden = self._encoder.forward(batch.token_ids_T, batch.layout, self._scratch(), rows)
             vectors_BD = self._pooler(hidden, batch.layout, batch.num_skipped_B)
             ordered = [sequences[number] for number in batch.order_B.tolist()]
             finished = self._finisher(vectors_BD, ordered)

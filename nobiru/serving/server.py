@@ -17,14 +17,11 @@ from typing import Any
 
 import uvicorn
 
-from nobiru import __version__
 from nobiru.config import SchedulingPolicy, ServerConfig
-from nobiru.errors import NobiruError
 from nobiru.folder.spec import ModelFolder
 from nobiru.metrics import Metrics
 from nobiru.serving.app import NobiruApp, create_app
-from nobiru.serving.connections import BACKLOG, KEEP_ALIVE_S, IdleConnections, http_protocol, open_socket
-from nobiru.serving.logs import configure_logging
+from nobiru.serving.connections import BACKLOG, KEEP_ALIVE_S, IdleConnections, http_protocol
 from nobiru.serving.protocols import Engine, Pool
 
 EXIT_OK = 0
@@ -138,35 +135,7 @@ class HttpServer(uvicorn.Server):
         self._wake.set()
 
 
-def run(
-    config: ServerConfig,
-    *,
-    folder: ModelFolder,
-    client: Engine,
-    load_pool: Callable[[], Pool],
-    metrics: Metrics,
-    scheduling_policy: SchedulingPolicy = "priority",
-) -> int:
-    """Serve until told to stop; the process' exit code.
-
-    The port is taken first, then the engine is launched, and the tokenizer is loaded while the engine loads its model.
-    """
-    try:
-        configure_logging(log_format=config.log_format, level=config.log_level)
-        with open_socket(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            serving = _serve(config, listener, load_pool, folder, client, metrics, scheduling_policy)
-            return runner.run(serving)
-    except NobiruError as error:
-        log.error("%s", error.message)
-    except KeyboardInterrupt:
-        log.info("interrupted while starting")
-        return 128 + signal.SIGINT
-    except Exception:
-        log.exception("the server could not be started")
-    return EXIT_FAILED
-
-
-async def _serve(
+async def serve(
     config: ServerConfig,
     listener: socket.socket,
     load_pool: Callable[[], Pool],
@@ -174,11 +143,12 @@ async def _serve(
     client: Engine,
     metrics: Metrics,
     scheduling_policy: SchedulingPolicy,
+    launched_s: float,
 ) -> int:
-    started_s = time.monotonic()
-    host, port = listener.getsockname()[:2]
-    log.info("nobiru %s listens on http://%s:%d and loads %s", __version__, _in_url(host), port, _name(config, folder))
-    client.launch_now()
+    """Answer what arrives at `listener` until told to stop; the exit code.
+
+    `client` was launched at `launched_s`; the tokenizer is loaded while it loads its model.
+    """
     try:
         pool = load_pool()
     except BaseException:
@@ -187,7 +157,7 @@ async def _serve(
     with contextlib.closing(pool):
         app = create_app(config, folder, pool, client, metrics, scheduling_policy=scheduling_policy)
         server = HttpServer(_uvicorn_config(app), app, client, config.shutdown_timeout_s)
-        announcer = asyncio.create_task(_announce(config, folder, client, started_s))
+        announcer = asyncio.create_task(_announce(config, folder, client, launched_s))
         try:
             await server.serve(sockets=[listener])
         finally:
@@ -196,27 +166,23 @@ async def _serve(
         return server.exit_code
 
 
-async def _announce(config: ServerConfig, folder: ModelFolder, client: Engine, started_s: float) -> None:
+async def _announce(config: ServerConfig, folder: ModelFolder, client: Engine, launched_s: float) -> None:
     """The start line, when the model is loaded."""
     while client.model_info is None:
         await asyncio.sleep(0.05)
     facts: dict[str, Any] = {
         **client.model_info,
-        "model": _name(config, folder),
+        "model": config.model_names(folder.name)[0],
         "max_model_len": folder.max_model_len,
         "max_queued_tokens": config.max_queued_tokens,
         "max_body_bytes": config.max_body_bytes,
     }
     log.info(
         "ready after %.1f s: %s",
-        time.monotonic() - started_s,
+        time.monotonic() - launched_s,
         ", ".join(f"{name} {value}" for name, value in facts.items()),
         extra={"fields": facts},
     )
-
-
-def _name(config: ServerConfig, folder: ModelFolder) -> str:
-    return config.served_model_names[0] if config.served_model_names else folder.name
 
 
 def _uvicorn_config(app: NobiruApp) -> uvicorn.Config:
@@ -232,15 +198,3 @@ def _uvicorn_config(app: NobiruApp) -> uvicorn.Config:
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop  # not on every platform
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

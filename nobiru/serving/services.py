@@ -28,7 +28,7 @@ class Services:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return self.config.served_model_names or (self.folder.name,)
+        return self.config.model_names(self.folder.name)
 
     def check_embeds(self) -> None:
         """Raises `InvalidRequestError` when the model makes no embeddings."""

@@ -1,23 +1,40 @@
-"""Puts a server together: folder, rank client, tokenizer, HTTP. The one place that knows all of them."""
+"""Puts a server together: folder, port, rank client, tokenizer, HTTP. The one place that knows all of them.
+
+The first ranks are launched before the web framework is imported, so that their import of torch runs beside it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from nobiru import machine
-from nobiru.config import EngineConfig, ServerConfig
+from nobiru import __version__, machine
+from nobiru.config import EngineConfig, SchedulingPolicy, ServerConfig
 from nobiru.engine.client import ZmqClient
 from nobiru.engine.limits import SERVER_TOKEN_BUDGET, scheduler_config
 from nobiru.env import rank_environment, tokenize_in_calling_thread
+from nobiru.errors import NobiruError
 from nobiru.folder.read import read_folder
 from nobiru.folder.spec import ModelFolder
-from nobiru.frontend.frontend import Frontend
-from nobiru.frontend.generation import GenerationFrontend
-from nobiru.frontend.pool import TokenizerPool
 from nobiru.metrics import Metrics
-from nobiru.serving.server import run
+from nobiru.serving.connections import open_socket
+from nobiru.serving.logs import configure_logging
+
+if TYPE_CHECKING:
+    from nobiru.frontend.frontend import Frontend
+    from nobiru.frontend.generation import GenerationFrontend
+    from nobiru.serving.protocols import Engine, Pool
+
+EXIT_FAILED = 1
+
+log = logging.getLogger("nobiru.server")
 
 
 def start(server: ServerConfig, engine: EngineConfig) -> int:
@@ -44,14 +61,73 @@ def start(server: ServerConfig, engine: EngineConfig) -> int:
         server,
         folder=folder,
         client=client,
-        load_pool=lambda: TokenizerPool(make_frontend(folder, server)),
+        load_pool=lambda: load_tokenizers(folder, server),
         metrics=metrics,
         scheduling_policy=engine.scheduling_policy,
     )
 
 
+def run(
+    config: ServerConfig,
+    *,
+    folder: ModelFolder,
+    client: Engine,
+    load_pool: Callable[[], Pool],
+    metrics: Metrics,
+    scheduling_policy: SchedulingPolicy = "priority",
+) -> int:
+    """Serve until told to stop; the process' exit code.
+
+    The port is taken first, then the engine is launched, and the web framework is imported and the tokenizer loaded
+    while the engine loads its model.
+    """
+    try:
+        configure_logging(log_format=config.log_format, level=config.log_level)
+        with open_socket(config.host, config.port) as listener:
+            host, port = listener.getsockname()[:2]
+            name = config.model_names(folder.name)[0]
+            log.info("nobiru %s listens on http://%s:%d and loads %s", __version__, _in_url(host), port, name)
+            started_s = time.monotonic()
+            client.launch_now()
+            from nobiru.serving.server import serve
+
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                serving = serve(config, listener, load_pool, folder, client, metrics, scheduling_policy, started_s)
+                return runner.run(serving)
+    except NobiruError as error:
+        log.error("%s", error.message)
+    except KeyboardInterrupt:
+        log.info("interrupted while starting")
+        return 128 + signal.SIGINT
+    except Exception:
+        log.exception("the server could not be started")
+    return EXIT_FAILED
+
+
+def load_tokenizers(folder: ModelFolder, server: ServerConfig) -> Pool:
+    from nobiru.frontend.pool import TokenizerPool
+
+    return TokenizerPool(make_frontend(folder, server))
+
+
 def make_frontend(folder: ModelFolder, server: ServerConfig) -> Frontend | GenerationFrontend:
     """What prepares requests for a model of this kind."""
     if folder.task == "generate":
+        from nobiru.frontend.generation import GenerationFrontend
+
         return GenerationFrontend(folder)
+    from nobiru.frontend.frontend import Frontend
+
     return Frontend(folder, auto_truncate=server.auto_truncate)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop  # not on every platform
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

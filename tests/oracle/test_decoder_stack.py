@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from nobiru.layers.activation import ACTIVATIONS
 from nobiru.layers.decoder_stack import BlockStack, NativeStack, make_stack
@@ -12,7 +15,7 @@ from nobiru.layers.moe import Experts
 from nobiru.ops.native import threads
 from nobiru.ops.native.library import load_kernels
 from nobiru.ops.scratch import Scratch
-from tests.random_decoders import NUM_LAYERS, Sizes, layers, outputs
+from tests.random_decoders import NUM_LAYERS, ROWS, Sizes, layers, outputs
 
 KERNELS = load_kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="there is no C compiler")
@@ -77,6 +80,24 @@ def test_feed_forwards_may_be_the_layers_own(
     for ours_TC, exact_TC in zip(found, exact, strict=True):
         error = (ours_TC - exact_TC).abs().max()
         assert error < (2e-5 if dtype == torch.float32 else 0.06), error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(activation="gelu")], ids=["native", "own feed-forward"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("steps", [STEPS["few"], STEPS["many"]], ids=["few", "many"])
+def test_some_tokens_are_asked_for(
+    dtype: torch.dtype, sizes: Sizes, rows: Callable[[int], Tensor], steps: list[tuple[list[int], list[int]]]
+) -> None:
+    blocks, norm, rotary = layers(sizes, dtype)
+    for stack in (make_stack(blocks, norm), BlockStack(blocks=blocks, norm=norm)):
+        all_rows = outputs(stack, sizes, dtype, rotary, steps, 2)
+        found = outputs(stack, sizes, dtype, rotary, steps, 2, rows)
+        for found_RC, all_TC in zip(found, all_rows, strict=True):
+            expected_RC = all_TC[rows(all_TC.shape[0])]
+            assert found_RC.shape == expected_RC.shape
+            # The number of rows decides how their products are cut, and so the order of sums.
+            assert torch.allclose(found_RC, expected_RC, atol=2e-5 if dtype == torch.float32 else 0.03)
 
 
 def test_layers_with_other_attention_go_one_after_the_other() -> None:

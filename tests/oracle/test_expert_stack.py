@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from nobiru.layers.rms_norm import RmsNorm
 from nobiru.layers.rotary import Rotary
 from nobiru.layers.routing import Router, Routing, SoftmaxRouter
 from nobiru.ops.native.library import load_kernels
-from tests.random_decoders import NUM_LAYERS, Sizes, layers, outputs
+from tests.random_decoders import NUM_LAYERS, ROWS, Sizes, layers, outputs
 
 KERNELS = load_kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="there is no C compiler")
@@ -249,6 +250,30 @@ def test_dispatchers_may_be_exchanged(layers_with_experts: tuple[int, ...]) -> N
     for ours, others, again in zip(*results, strict=True):
         assert torch.allclose(ours, others, atol=2e-5) and torch.equal(ours, again)
     assert torch.equal(counts[0], counts[1]) and torch.equal(counts[0], counts[2])
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("layers_with_experts", [(0, 2), (1,)])
+def test_some_tokens_are_asked_for(
+    rows: Callable[[int], Tensor], is_local: bool, layers_with_experts: tuple[int, ...]
+) -> None:
+    case = MoeCase(layers=layers_with_experts)
+    made = decoder(case)
+    if not is_local:
+        assert made.parts.dispatcher is not None
+        made.parts.dispatcher = Elsewhere(made.parts.dispatcher)
+    steps = [([0, 0], [30, 70]), ([30, 70], [40, 1]), ([70, 71], [1, 1])]
+    for stack in (native(made), BlockStack(blocks=made.blocks, norm=made.norm)):
+        all_rows = outputs(stack, SIZES, torch.float32, made.rotary, steps, 2)
+        made.loads.take()
+        found = outputs(stack, SIZES, torch.float32, made.rotary, steps, 2, rows)
+        for found_RC, all_TC in zip(found, all_rows, strict=True):
+            assert torch.allclose(found_RC, all_TC[rows(all_TC.shape[0])], atol=2e-5)
+        num_tokens = [sum(lengths) for _, lengths in steps]
+        num_asked = sum(len(rows(number)) for number in num_tokens)
+        for layer, counts_E in zip(layers_with_experts, made.loads.take(), strict=True):
+            assert int(counts_E.sum()) == case.top_k * (num_asked if layer == NUM_LAYERS - 1 else sum(num_tokens))
 
 
 def test_several_threads_at_once() -> None:

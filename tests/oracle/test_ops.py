@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 from nobiru.folder.spec import POOLING_MODES, PoolingSpec
 from nobiru.layers import linear
 from nobiru.layers.activation import ACTIVATIONS
-from nobiru.layers.block import Norm
+from nobiru.layers.block import BlockWeights, Norm
+from nobiru.layers.encoder import BlockShape, TorchLayers
 from nobiru.layers.linear import PackedLinear, PlainLinear, make_linear
 from nobiru.layers.pooling import Pooler
 from nobiru.models.mpnet import relative_buckets
@@ -21,7 +23,7 @@ from nobiru.ops import packed_attention as attention
 from nobiru.ops import reference
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.packed_attention import packed_attention
-from nobiru.ops.scratch import Buffer
+from nobiru.ops.scratch import Buffer, Scratch
 
 LENGTHS = st.lists(st.integers(1, 24) | st.integers(60, 150), min_size=1, max_size=12).map(sorted)
 
@@ -88,10 +90,38 @@ def test_pooling_equals_one_by_one(
     skipped = np.array(skips[: len(lengths)], dtype=np.int64)
     hidden = torch.randn(sum(lengths), 16, generator=generator(sum(lengths)))
     pooler = Pooler(PoolingSpec(modes=tuple(modes), include_prompt=include_prompt))
-    found = pooler(hidden, layout_of(lengths), skipped)
+    rows = pooler.rows(layout_of(lengths), skipped)
+    assert (rows is not None) == ({*modes} <= {"cls", "lasttoken"})
+    given = hidden
+    if rows is not None:
+        assert (np.diff(rows) > 0).all()
+        given = torch.full_like(hidden, torch.nan).index_copy_(0, torch.from_numpy(rows), hidden[rows])
+    found = pooler(given, layout_of(lengths), skipped)
     expected_skips = [0] * len(lengths) if include_prompt else skipped.tolist()
     expected = torch.cat([reference.pooling(hidden, lengths, expected_skips, mode) for mode in modes], dim=-1)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("has_scratch", [False, True])
+def test_layers_of_torch_may_end_early(num_layers: int, has_scratch: bool) -> None:
+    random = generator(num_layers)
+
+    def pair(num_out: int, num_in: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(num_out, num_in, generator=random) * num_in**-0.5, torch.randn(num_out, generator=random)
+
+    norm = Norm(weight_C=torch.randn(24, generator=random), bias_C=torch.randn(24, generator=random), eps=1e-5)
+    shape = BlockShape(width=24, inner=40, num_heads=2, activation=ACTIVATIONS["gelu"])
+    layers = TorchLayers(shape, dtype=torch.float32, device=torch.device("cpu"), in_int8=False)
+    for _ in range(num_layers):
+        qkv, out, up, down = pair(72, 24), pair(24, 24), pair(40, 24), pair(24, 40)
+        layers.append(BlockWeights(qkv=qkv, attention_out=out, attention_norm=norm, up=up, down=down, output_norm=norm))
+    layout, rows = layout_of([1, 3, 9]), np.array([0, 2, 3, 4])
+    hidden = torch.randn(13, 24, generator=random)
+    scratch = Scratch() if has_scratch else None
+    expected = layers(hidden.clone(), layout, scratch)
+    found = layers(hidden.clone(), layout, scratch, rows)
+    torch.testing.assert_close(found[rows], expected[rows], atol=1e-5, rtol=1e-5)
 
 
 def test_layer_norm_equals_reference() -> None:

@@ -33,7 +33,7 @@ from nobiru.frontend.generation import GenerationFrontend
 from nobiru.frontend.pool import TokenizerPool
 from nobiru.generation import GenerationDelta, GenerationRequest, SampledToken
 from nobiru.metrics import Metrics
-from nobiru.serving import server
+from nobiru.serving import start
 
 EOS = 2
 LIMIT = 200
@@ -229,7 +229,7 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory() as place:
         folder = read_folder(language_model(Path(place) / "tiny"))
-        return server.run(
+        return start.run(
             msgspec.convert(given["config"], ServerConfig),
             folder=folder,
             client=FakeGeneration(**given["engine"]),

@@ -31,7 +31,7 @@ from nobiru.errors import InferenceError, InvalidRequestError
 from nobiru.folder.spec import ModelFolder, NormalizeSpec, PoolingSpec
 from nobiru.metrics import Metrics
 from nobiru.request import EncodedPrompts, PoolingParams, PoolingRequest, Vectors
-from nobiru.serving import server
+from nobiru.serving import start
 
 DIM = 384
 MAX_MODEL_LEN = 256
@@ -257,7 +257,7 @@ def running_server(**options: Any) -> Iterator[ServerProcess]:
 def main() -> int:
     given = json.loads(sys.argv[1])
     sys.modules.update(dict.fromkeys(given["without"]))
-    return server.run(
+    return start.run(
         msgspec.convert(given["config"], ServerConfig),
         folder=fake_folder(),
         client=FakeEngine(**given["engine"]),

@@ -10,11 +10,11 @@ import pytest
 import typer.main
 
 from nobiru.cli import options
-from nobiru.cli.app import app
+from nobiru.cli.app import make_app
 from nobiru.config import EngineConfig, ServerConfig
 from nobiru.errors import ConfigError
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = typer.main.get_command(make_app()).commands  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

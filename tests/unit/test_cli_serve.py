@@ -208,10 +208,22 @@ def test_version_is_printed_without_loading_anything() -> None:
 def test_the_command_line_imports_neither_torch_nor_transformers_nor_the_web() -> None:
     code = (
         "import sys, nobiru, nobiru.cli.app\n"
+        "nobiru.cli.app.make_app()\n"
         "print({'torch', 'transformers', 'fastapi', 'uvicorn', 'zmq', 'huggingface_hub'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_server_does_not_wait_for_other_commands() -> None:
+    code = (
+        "import sys; sys.argv = ['nobiru', 'serve', '--help']\n"
+        "from nobiru.cli.main import main\n"
+        "try:\n    main()\n"
+        "finally:\n    print({'numpy', 'nobiru.cli.embed', 'nobiru.cli.bench', 'nobiru.cli.scale'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_python_dash_m_is_the_command() -> None:

@@ -17,13 +17,13 @@ import typer.main
 import yaml
 
 from nobiru.cli import options
-from nobiru.cli.app import app
+from nobiru.cli.app import make_app
 from nobiru.config import EngineConfig, ServerConfig
 from nobiru.metrics import AutoscalerMetrics, Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = typer.main.get_command(make_app()).commands  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

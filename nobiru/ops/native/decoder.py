@@ -2,8 +2,8 @@
 
 Owns the description of layers that the kernels read, and which sizes they take.
 
-Shape legend: T tokens, C hidden size, H query heads, K key heads, D values a head, P pairs of them, N blocks of the
-cache, S slots of a block, L layers with experts, E experts of one.
+Shape legend: T tokens, R of them that are asked for, C hidden size, H query heads, K key heads, D values a head, P
+pairs of them, N blocks of the cache, S slots of a block, L layers with experts, E experts of one.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "hidden", "out", "norm", "turns", "slots")),
-        *((name, ctypes.c_void_p) for name in ("expert_slots", "loads")),
+        *((name, ctypes.c_void_p) for name in ("expert_slots", "loads", "wanted")),
         ("decode", AttentionStruct),
         ("prefill", PrefillStruct),
-        *((name, ctypes.c_long) for name in ("num_layers", "tokens", "width")),
+        *((name, ctypes.c_long) for name in ("num_layers", "tokens", "width", "num_wanted")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("is_half", "uses_tiles", "attends_only", "threads", "failed")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("is_half", "uses_tiles", "attends_only", "drops_others", "threads", "failed")
+        ),
     )
 
 
@@ -101,7 +104,8 @@ class DecoderShape:
 class DecoderPass:
     """One step's tokens on their way through the layers. `sums_TC` are what has been added up so far, in float32.
 
-    `loads_LE` is how many tokens went to each expert in the layers that were run whole.
+    `loads_LE` is how many tokens went to each expert in the layers that were run whole. With `rows_R` only these tokens
+    get behind the last layer's attention: the first R rows of sums and results are theirs from then on.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class DecoderPass:
         sums_TC: Tensor,
         out_TC: Tensor,
         loads_LE: NDArray[np.int64] | None,
+        rows_R: Tensor | None,
         used: tuple[object, ...],
     ) -> None:
         """`used` is whatever else the arguments point into."""
@@ -123,9 +128,12 @@ class DecoderPass:
         self.sums_TC = sums_TC
         self.loads_LE = loads_LE
         self._out_TC = out_TC
+        self._rows_R = rows_R
 
     def run(self, first: int = 0, end: int | None = None) -> Tensor:
         """Layers `first` to `end`, all unless said, or none; hidden states [T, C] behind the norm that is the last.
+
+        [R, C] behind the last layer, where only some are asked for.
 
         Keys and values go into the cache.
         """
@@ -139,10 +147,11 @@ class DecoderPass:
         arguments = self._arguments
         arguments.layers, arguments.num_layers = self._first + first * ctypes.sizeof(_Layer), end - first
         arguments.attends_only = attends_only
+        arguments.drops_others = self._rows_R is not None and first < end == self._num_layers
         self._kernels.library.decode(ctypes.addressof(arguments))
         if arguments.failed:
             raise MemoryError(f"no memory for {self._out_TC.shape[0]} tokens")
-        return self._out_TC
+        return self._out_TC[: arguments.tokens]
 
 
 class PackedDecoder:
@@ -163,15 +172,51 @@ class PackedDecoder:
         cache: Sequence[LayerCache],
         buffer: Buffer | None = None,
         expert_slots_LE: NDArray[np.int64] | None = None,
+        rows_R: Tensor | None = None,
     ) -> DecoderPass:
         """One step's tokens before the first layer. Their sums lie in the buffer, if there is one.
 
+        `rows_R`, int64 and ascending, are the tokens whose hidden states are asked for; None: all.
+
         `expert_slots_LE` says in which slot each expert is; without it layers with experts can only `attend`.
         """
-        shape, num_threads = self._shape, threads.num_threads()
-        rows, tiles = decode_rows(layout), prefill_tiles(layout)
+        num_threads = threads.num_threads()
         sums_TC = (buffer or Buffer()).take(*hidden_TC.shape, dtype=torch.float32).copy_(hidden_TC)
-        out_TC = torch.empty(hidden_TC.shape, dtype=shape.dtype)
+        out_TC = torch.empty(hidden_TC.shape, dtype=self._shape.dtype)
+        decode, prefill, read = self._attention(layout, num_threads)
+        layers = self._describe(cache)
+        loads_LE = None if expert_slots_LE is None else np.zeros_like(expert_slots_LE)
+        arguments = _Decoder(
+            layers=ctypes.addressof(layers),
+            hidden=sums_TC.data_ptr(),
+            out=out_TC.data_ptr(),
+            norm=self._norm.weight.data_ptr(),
+            turns=turns_T1P.data_ptr(),
+            slots=layout.slots_T.data_ptr(),
+            expert_slots=None if expert_slots_LE is None else expert_slots_LE.ctypes.data,
+            loads=None if loads_LE is None else loads_LE.ctypes.data,
+            decode=decode,
+            prefill=prefill,
+            num_layers=len(self._layers),
+            wanted=None if rows_R is None else rows_R.data_ptr(),
+            num_wanted=0 if rows_R is None else rows_R.shape[0],
+            tokens=hidden_TC.shape[0],
+            width=self._shape.width,
+            eps=self._norm.eps,
+            is_half=self._shape.dtype == torch.bfloat16,
+            uses_tiles=self._uses_tiles,
+            threads=num_threads,
+        )
+        used = (*read, turns_T1P, layout, layers, expert_slots_LE)
+        return DecoderPass(
+            self._kernels, arguments, sums_TC=sums_TC, out_TC=out_TC, loads_LE=loads_LE, rows_R=rows_R, used=used
+        )
+
+    def _attention(
+        self, layout: PagedLayout, num_threads: int
+    ) -> tuple[AttentionStruct, PrefillStruct, tuple[object, ...]]:
+        """Of sequences with one token and of the others, what is the same in all layers, and what that points into."""
+        shape, rows, tiles = self._shape, decode_rows(layout), prefill_tiles(layout)
         common = {
             "heads": shape.num_heads,
             "key_heads": shape.num_kv_heads,
@@ -189,29 +234,7 @@ class PackedDecoder:
         if tiles is not None:
             prefill.block_table, prefill.table_width = layout.block_table.data_ptr(), layout.block_table.shape[1]
             prefill.tiles, prefill.tiles_count = tiles.data_ptr(), tiles.shape[0]
-        layers = self._describe(cache)
-        loads_LE = None if expert_slots_LE is None else np.zeros_like(expert_slots_LE)
-        arguments = _Decoder(
-            layers=ctypes.addressof(layers),
-            hidden=sums_TC.data_ptr(),
-            out=out_TC.data_ptr(),
-            norm=self._norm.weight.data_ptr(),
-            turns=turns_T1P.data_ptr(),
-            slots=layout.slots_T.data_ptr(),
-            expert_slots=None if expert_slots_LE is None else expert_slots_LE.ctypes.data,
-            loads=None if loads_LE is None else loads_LE.ctypes.data,
-            decode=decode,
-            prefill=prefill,
-            num_layers=len(self._layers),
-            tokens=hidden_TC.shape[0],
-            width=shape.width,
-            eps=self._norm.eps,
-            is_half=shape.dtype == torch.bfloat16,
-            uses_tiles=self._uses_tiles,
-            threads=num_threads,
-        )
-        used = (rows, tiles, turns_T1P, layout, layers, expert_slots_LE)
-        return DecoderPass(self._kernels, arguments, sums_TC=sums_TC, out_TC=out_TC, loads_LE=loads_LE, used=used)
+        return decode, prefill, (rows, tiles)
 
     @property
     def _uses_tiles(self) -> bool:

@@ -25,12 +25,13 @@ struct decoder {
     const int64_t *slots; /* [tokens]: rows of the cache */
     const int64_t *expert_slots; /* [layers with experts, experts]: where each is */
     int64_t *loads;              /* like these: how many rows each got; written */
+    const int64_t *wanted;       /* [num_wanted]: the tokens that get behind the last layer's attention, if not all do */
     struct attention decode; /* of sequences with one token, and of the others: what is the same in all layers */
     struct prefill prefill;
-    long num_layers, tokens, width;
+    long num_layers, tokens, width, num_wanted; /* tokens: of these from then on */
     float eps;
     /* attends_only: one layer, up to the norm in front of its feed-forward, which somebody else computes from `out`. */
-    int is_half, uses_tiles, attends_only, threads, failed;
+    int is_half, uses_tiles, attends_only, drops_others, threads, failed;
 };
 
 /* The batch on its way through one layer. */
@@ -40,6 +41,7 @@ struct pass {
     char *qkv, *attended;
     struct routes routes; /* of a layer with experts */
     long heads, key_heads, size, rows_each, parts; /* rows of a part, and parts of all rows */
+    int is_few;
 };
 
 INLINE long row_bytes(const struct decoder *d, long values) { return values * value_bytes(d->is_half); }
@@ -228,10 +230,33 @@ static void attend(struct pass *p) {
     }
 }
 
-/* 1 if there is no memory for its routes. */
-static int begin_layer(struct pass *p, long number) {
+/* How rows are shared. */
+static void divide(struct pass *p) {
+    const struct decoder *d = p->d;
+    p->is_few = d->tokens < FEW_ROWS;
+    const long at_once = p->is_few ? (d->tokens + 1) / 2 : MOST_ROWS * d->threads; /* rows, of all threads */
+    const long blocks = (d->tokens + at_once - 1) / at_once * d->threads;
+    p->rows_each = (d->tokens + blocks - 1) / blocks;
+    p->parts = (d->tokens + p->rows_each - 1) / p->rows_each;
+}
+
+/* Rows that nobody asks for have left their keys and values; the others close up. */
+static void keep_wanted(struct pass *p) {
     struct decoder *d = p->d;
-    p->layer = d->layers + number;
+    const long sums = d->width * (long)sizeof(float), attended = row_bytes(d, p->heads * p->size);
+    for (long i = 0; i < d->num_wanted; i++) {
+        if (d->wanted[i] == i) continue;
+        memcpy((char *)d->hidden + i * sums, (char *)d->hidden + d->wanted[i] * sums, (size_t)sums);
+        memcpy(p->attended + i * attended, p->attended + d->wanted[i] * attended, (size_t)attended);
+    }
+    d->tokens = d->num_wanted;
+    d->drops_others = 0;
+    if (d->tokens) divide(p);
+}
+
+/* To the experts of a layer; 1 if there is no memory for the routes. */
+static int find_routes(struct pass *p) {
+    struct decoder *d = p->d;
     const struct moe *moe = d->attends_only ? 0 : p->layer->moe;
     p->routes = (struct routes){.moe = moe, .rows = d->out, .sums = d->hidden, .tokens = d->tokens, .width = d->width,
                                 .rows_each = p->rows_each, .is_half = d->is_half, .uses_tiles = d->uses_tiles,
@@ -242,19 +267,29 @@ static int begin_layer(struct pass *p, long number) {
     return take_routes(&p->routes);
 }
 
-static void few_rows(struct pass *p) {
+static void few_before_attention(struct pass *p) {
     struct decoder *d = p->d;
     const struct decoder_layer *layer = p->layer;
+    struct finish plain = {.is_half = d->is_half, .values = p->qkv};
     struct bench bench;
     if (take_bench(p, d->tokens, &bench)) {
         d->failed = 1;
         return;
     }
-    struct finish sum = {.is_half = d->is_half, .added = d->hidden}, plain = {.is_half = d->is_half, .values = p->qkv};
     normalize_rms(d, layer->attention_norm, layer->attention_eps, 0, d->tokens, bench.normed);
     share_product(d, &layer->qkv, bench.normed, bench.inputs, &plain, 0);
     place_rows(p, 0, d->tokens);
-    attend(p);
+}
+
+static void few_behind_attention(struct pass *p) {
+    struct decoder *d = p->d;
+    const struct decoder_layer *layer = p->layer;
+    struct finish sum = {.is_half = d->is_half, .added = d->hidden};
+    struct bench bench;
+    if (take_bench(p, d->tokens, &bench)) {
+        d->failed = 1;
+        return;
+    }
     share_product(d, &layer->out, p->attended, bench.inputs, &sum, 0);
     if (d->attends_only || layer->moe) {
         in_parallel(hand_over_part, p, p->parts, d->threads);
@@ -265,16 +300,26 @@ static void few_rows(struct pass *p) {
     share_product(d, &layer->down, bench.inner, bench.inputs, &sum, 0);
 }
 
-static void many_rows(struct pass *p) {
+static void run_layer(struct pass *p, int is_last) {
     struct decoder *d = p->d;
-    in_parallel(before_attention, p, p->parts, d->threads);
+    p->routes.moe = 0;
+    if (p->is_few) few_before_attention(p);
+    else in_parallel(before_attention, p, p->parts, d->threads);
+    if (d->failed) return;
     attend(p);
-    in_parallel(behind_attention, p, p->parts, d->threads);
+    if (is_last && d->drops_others) keep_wanted(p);
+    if (!d->tokens) return;
+    if (find_routes(p)) {
+        d->failed = 1;
+        return;
+    }
+    if (p->is_few) few_behind_attention(p);
+    else in_parallel(behind_attention, p, p->parts, d->threads);
+    if (p->routes.moe && !d->failed) d->failed = visit_experts(&p->routes);
 }
 
 void decode(struct decoder *d) {
     struct pass p = {.d = d, .heads = d->decode.heads, .key_heads = d->decode.key_heads, .size = d->decode.size};
-    const int is_few = d->tokens < FEW_ROWS;
     const long of_qkv = up_to(d->tokens * row_bytes(d, (p.heads + 2 * p.key_heads) * p.size), 64);
     if (!d->tokens) return;
     p.qkv = space(SPACE_OF_RUN, of_qkv + d->tokens * row_bytes(d, p.heads * p.size));
@@ -283,15 +328,10 @@ void decode(struct decoder *d) {
         return;
     }
     p.attended = p.qkv + of_qkv;
-    const long at_once = is_few ? (d->tokens + 1) / 2 : MOST_ROWS * d->threads; /* rows, of all threads */
-    const long blocks = (d->tokens + at_once - 1) / at_once * d->threads;
-    p.rows_each = (d->tokens + blocks - 1) / blocks;
-    p.parts = (d->tokens + p.rows_each - 1) / p.rows_each;
+    divide(&p);
     for (long number = 0; number < d->num_layers && !d->failed; number++) {
-        if (begin_layer(&p, number)) d->failed = 1;
-        else if (is_few) few_rows(&p);
-        else many_rows(&p);
-        if (p.routes.moe && !d->failed) d->failed = visit_experts(&p.routes);
+        p.layer = d->layers + number;
+        run_layer(&p, number == d->num_layers - 1);
     }
     if (!d->attends_only) normalize_rms(d, d->norm, d->eps, 0, d->tokens, d->out);
 }

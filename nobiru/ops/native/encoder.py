@@ -4,7 +4,7 @@ Owns which instructions they compute with, a pure choice from what the processor
 and which sizes a model has; the arrangement of weights; and the cut of a batch into runs of sequences.
 
 Shape legend: T tokens, C hidden size, I input values, O output values, P panels of W outputs, H heads, D values a head,
-B sequences, M the model's limit of tokens.
+B sequences, M the model's limit of tokens, R tokens that are asked for.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ class _Encoder(ctypes.Structure):
     """`struct encoder` of the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "starts", "runs", "bias")),
+        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "starts", "runs", "bias", "wanted")),
         *(
             (name, ctypes.c_long)
-            for name in ("num_layers", "num_runs", "width", "inner", "heads", "bias_rows", "bias_stride")
+            for name in ("num_wanted", "num_layers", "num_runs", "width", "inner", "heads", "bias_rows", "bias_stride")
         ),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("by", "is_half", "uses_tiles", "activation", "threads", "failed")),
@@ -310,10 +310,12 @@ class EncoderKernels:
         *,
         bias_HMM: Tensor | None,
         num_threads: int,
+        rows_R: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """Hidden states behind all layers, [T, C], in memory of their own; those given are left as they are.
 
-        `starts` [B + 1] are the sequences' first tokens, and the end. The bias, float32, is added to scores.
+        `starts` [B + 1] are the sequences' first tokens, and the end. The bias, float32, is added to scores. With
+        `rows_R`, ascending, only these of the results mean anything.
         """
         num_tokens, width = hidden_TC.shape
         assert width == shape.width and hidden_TC.dtype == shape.dtype
@@ -327,6 +329,8 @@ class EncoderKernels:
             starts.ctypes.data,
             runs.ctypes.data,
             address(bias_HMM),
+            None if rows_R is None else rows_R.ctypes.data,
+            0 if rows_R is None else rows_R.size,
             len(layers),
             runs.size - 1,
             width,

@@ -37,7 +37,8 @@ struct encoder {
     const int64_t *starts;     /* [sequences + 1] */
     const int64_t *runs;       /* [num_runs + 1]: first sequences, and the end */
     const float *bias;         /* as in struct heads */
-    long num_layers, num_runs, width, inner, heads, bias_rows, bias_stride;
+    const int64_t *wanted;     /* [num_wanted]: if not 0, the tokens that get behind the last layer's attention */
+    long num_wanted, num_layers, num_runs, width, inner, heads, bias_rows, bias_stride;
     float scale;
     int by, is_half, uses_tiles, activation, threads, failed;
 };
@@ -48,7 +49,8 @@ struct run {
     const struct layer *layer;
     struct heads attention;
     char *hidden, *qkv, *attended; /* of the first row */
-    long rows, rows_each;
+    const int64_t *wanted;         /* if not 0, those of the run's tokens, of which `start` is the first in the batch */
+    long rows, rows_each, start, num_wanted;
 };
 
 #define MOST_ROWS 128 /* that pass through the layers behind attention at a time */
@@ -450,7 +452,12 @@ static int begin_run(struct run *run, struct encoder *e, long first_sequence, lo
     char *memory = space(SPACE_OF_RUN, of_qkv + rows * row);
     if (!memory) return 1;
     *run = (struct run){.e = e, .hidden = (char *)e->hidden + start * row, .qkv = memory, .attended = memory + of_qkv};
-    run->rows = rows;
+    run->rows = rows, run->start = start;
+    if (e->wanted) {
+        const int64_t *end = e->wanted + e->num_wanted;
+        for (run->wanted = e->wanted; run->wanted < end && *run->wanted < start;) run->wanted++;
+        while (run->wanted + run->num_wanted < end && run->wanted[run->num_wanted] < start + rows) run->num_wanted++;
+    }
     run->attention = (struct heads){
         /* starts count from the batch's first token, and so do these */
         .q = memory - 3 * row * start, .keys = memory - 3 * row * start + row, .values = memory - 3 * row * start + 2 * row,
@@ -459,6 +466,27 @@ static int begin_run(struct run *run, struct encoder *e, long first_sequence, lo
         .bias_rows = e->bias_rows, .bias_stride = e->bias_stride, .scale = e->scale, .is_half = e->is_half,
         .uses_tiles = e->uses_tiles};
     return 0;
+}
+
+/* In front of the last stage of all: rows that nobody asks for stay as they are, and the others close up. */
+static void close_up(struct run *run) {
+    const long row = run->e->width * value_bytes(run->e->is_half);
+    for (long i = 0; i < run->num_wanted; i++) {
+        const long from = run->wanted[i] - run->start;
+        if (from == i) continue;
+        memcpy(run->hidden + i * row, run->hidden + from * row, (size_t)row);
+        memcpy(run->attended + i * row, run->attended + from * row, (size_t)row);
+    }
+    run->rows = run->num_wanted;
+}
+
+/* Behind it they go back to their places. */
+static void open_up(const struct run *run) {
+    const long row = run->e->width * value_bytes(run->e->is_half);
+    for (long i = run->num_wanted - 1; i >= 0; i--) {
+        const long to = run->wanted[i] - run->start;
+        if (to > i) memcpy(run->hidden + to * row, run->hidden + i * row, (size_t)row);
+    }
 }
 
 /* All layers of one run, on one thread. */
@@ -476,9 +504,11 @@ static void encode_run(void *arguments, long number) {
             project_rows(&run, row, run.rows - row < MOST_ROWS ? run.rows - row : MOST_ROWS);
         for (long task = 0; task < run.attention.sequences * e->heads; task++)
             if (attend_head(&run.attention, task / e->heads, task % e->heads)) e->failed = 1;
+        if (run.wanted && layer == e->num_layers - 1) close_up(&run);
         for (long row = 0; row < run.rows; row += MOST_ROWS)
             finish_rows(&run, row, run.rows - row < MOST_ROWS ? run.rows - row : MOST_ROWS);
     }
+    open_up(&run);
     end_pairs(e->uses_tiles);
 }
 
@@ -500,6 +530,14 @@ static void attend_part(void *arguments, long task) {
     end_pairs(run->e->uses_tiles);
 }
 
+/* How many parts a stage's rows are cut into. */
+static long cut_rows(struct run *run) {
+    const long threads = run->e->threads;
+    run->rows_each = up_to((run->rows + 2 * threads - 1) / (2 * threads), 32);
+    if (run->rows_each > MOST_ROWS) run->rows_each = MOST_ROWS;
+    return (run->rows + run->rows_each - 1) / run->rows_each;
+}
+
 /* All layers of all sequences as one run, stage by stage on all threads. */
 static void encode_together(struct encoder *e) {
     struct run run;
@@ -507,15 +545,18 @@ static void encode_together(struct encoder *e) {
         e->failed = 1;
         return;
     }
-    run.rows_each = up_to((run.rows + 2 * e->threads - 1) / (2 * e->threads), 32);
-    if (run.rows_each > MOST_ROWS) run.rows_each = MOST_ROWS;
-    const long parts = (run.rows + run.rows_each - 1) / run.rows_each;
+    long parts = cut_rows(&run);
     for (long layer = 0; layer < e->num_layers && !e->failed; layer++) {
         run.layer = e->layers + layer;
         in_parallel(project_rows_part, &run, parts, e->threads);
         in_parallel(attend_part, &run, run.attention.sequences * e->heads, e->threads);
+        if (run.wanted && layer == e->num_layers - 1) {
+            close_up(&run);
+            parts = cut_rows(&run);
+        }
         in_parallel(finish_rows_part, &run, parts, e->threads);
     }
+    open_up(&run);
 }
 
 void encode(struct encoder *e) {
