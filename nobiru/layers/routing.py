@@ -76,7 +76,7 @@ class GroupedSigmoidRouter:
     def __call__(self, x_TC: Tensor) -> Routing:
         scores_TE = self.gate(x_TC.float()).sigmoid()
         choice_TE = scores_TE + self.bias_E
-        group_TG = choice_TE.view(len(choice_TE), self.num_groups, -1).topk(2, -1).values.sum(-1)
+        group_TG = _in_groups(choice_TE, self.num_groups).topk(2, -1).values.sum(-1)
         choice_TE = _within_groups(choice_TE, group_TG, self.top_groups, float("-inf"))
         expert_TK = choice_TE.topk(self.top_k, -1).indices
         weight_TK = scores_TE.gather(1, expert_TK)
@@ -101,10 +101,16 @@ class GroupedSoftmaxRouter:
     def __call__(self, x_TC: Tensor) -> Routing:
         scores_TE = self.gate(x_TC.float()).softmax(-1)
         if self.top_groups < self.num_groups:
-            group_TG = scores_TE.view(len(scores_TE), self.num_groups, -1).amax(-1)
+            group_TG = _in_groups(scores_TE, self.num_groups).amax(-1)
             scores_TE = _within_groups(scores_TE, group_TG, self.top_groups, 0.0)
         weight_TK, expert_TK = scores_TE.topk(self.top_k, -1)
         return Routing(expert_TK=expert_TK, weight_TK=weight_TK * self.factor)
+
+
+def _in_groups(scores_TE: Tensor, num_groups: int) -> Tensor:
+    """[T, G, E / G]; there may be no tokens."""
+    num_tokens, num_experts = scores_TE.shape
+    return scores_TE.view(num_tokens, num_groups, num_experts // num_groups)
 
 
 def _within_groups(scores_TE: Tensor, group_TG: Tensor, top_groups: int, otherwise: float) -> Tensor:

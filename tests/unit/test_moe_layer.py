@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from nobiru.layers.activation import ACTIVATIONS
+from nobiru.layers.linear import PlainLinear
 from nobiru.layers.moe import ExpertLoads, Experts, LocalDispatcher
+from nobiru.layers.routing import GroupedSigmoidRouter, GroupedSoftmaxRouter, Router, SoftmaxRouter
 from nobiru.ops import grouped_gemm, reference
 from nobiru.ops.grouped_gemm import gathered_sum
 from nobiru.ops.native.library import load_kernels
@@ -175,6 +177,22 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what is resident")
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_routers_take_any_number_of_tokens(num_tokens: int) -> None:
+    gate, bias_E = PlainLinear(torch.randn(8, 16), None, None), torch.randn(8)
+    routers: list[Router] = [
+        SoftmaxRouter(gate=gate, top_k=3, normalizes=True, rounds=True),
+        GroupedSigmoidRouter(
+            gate=gate, bias_E=bias_E, top_k=3, num_groups=4, top_groups=2, normalizes=True, factor=1.5
+        ),
+        GroupedSoftmaxRouter(gate=gate, top_k=3, num_groups=4, top_groups=2, factor=1.5),
+    ]
+    for router in routers:
+        routing = router(torch.randn(num_tokens, 16))
+        assert routing.expert_TK.shape == routing.weight_TK.shape == (num_tokens, 3)
+        assert all(len(set(row)) == 3 for row in routing.expert_TK.tolist())
+
+
 def test_an_empty_slot_takes_no_memory() -> None:
     hidden, intermediate = 512, 2048
     before = resident_bytes()
