@@ -293,13 +293,13 @@ INLINE struct ahead fetch_of(const struct matrix *m, long panel, long number, lo
     return fetch_part((const char *)m->panels + panel * bytes, bytes, number, blocks, turn);
 }
 
-/* A panel as many rows take it: bfloat16 weights for rows of float32 are widened once, into `wide`, if there is that. */
+/* A panel as the blocks of rows take it: for several of float32 bfloat16 weights are widened once, into `wide`. */
 struct panel {
     const void *weights;
     int by;
 };
 INLINE float *room_to_widen(const struct matrix *m, long blocks, long panels) {
-    return m->by == HALVED && blocks > 2 ? room(panels * m->inputs * WIDTH) : 0;
+    return m->by == HALVED && blocks > 1 ? room(panels * m->inputs * WIDTH) : 0;
 }
 static struct panel open_panel(const struct matrix *m, long number, float *wide) {
     const void *weights = (const char *)m->panels + number * panel_bytes(m);
