@@ -1,8 +1,8 @@
 """What this machine gives the process: processor cores, instruction sets, memory.
 
 Owns reading `/proc` and the control groups (cgroup v1 and v2) of Linux, and asking it for huge pages; on other systems,
-or where a file is missing, the answers are those of the whole machine. Knows nothing of torch and of how many threads
-anyone starts.
+or where a file is missing, the answers are those of the whole machine. Also names the process there. Knows nothing of
+torch and of how many threads anyone starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ _Number = TypeVar("_Number", int, float)
 ROOT = Path("/")
 _HUGE_PAGE_BYTES = 2**21
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python has no name for
+_SET_NAME = 15  # PR_SET_NAME of prctl(2)
 _UNLIMITED_BYTES = 2**60  # cgroup v1 writes "no limit" as a number near 2**63
+
+
+def name_process(name: str) -> None:
+    """Have `top` and `ps -o comm` call this process so, on Linux; the first 15 bytes count."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def available_cores(root: Path = ROOT, cpus: frozenset[int] | None = None) -> float:

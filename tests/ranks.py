@@ -70,16 +70,16 @@ async def running(
     """
     config = EngineConfig(**{"model": str(model), "num_threads": 1, "dtype": "float32", **options})
     folder = read_folder(model)
-    client = ZmqClient(
-        config,
-        limits=scheduler_config(config, folder, default_budget=SERVER_TOKEN_BUDGET),
-        embedding_dim=folder.embedding_dim,
-        environment={**os.environ, "NOBIRU_FAULT_INJECTION": faults},
-        observer=steps or Steps(),
-        rank_timeout_s=rank_timeout_s,
-        max_start_failures=max_start_failures,
-    )
     with warm_starts() if starts_warm else nullcontext():
+        client = ZmqClient(
+            config,
+            limits=scheduler_config(config, folder, default_budget=SERVER_TOKEN_BUDGET),
+            embedding_dim=folder.embedding_dim,
+            environment={**os.environ, "NOBIRU_FAULT_INJECTION": faults},
+            observer=steps or Steps(),
+            rank_timeout_s=rank_timeout_s,
+            max_start_failures=max_start_failures,
+        )
         await client.start()
         try:
             yield client
@@ -114,6 +114,20 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def name_of(pid: int) -> str:
+    """What the process calls itself."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    own = children(pid)
+    return own + [each for child in own for each in descendants(child)]
 
 
 def children(pid: int) -> list[int]:

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from nobiru.elastic.launcher import local
+from nobiru.engine import backends
 
 ENTRIES = ("rank", "store", "worker")
 ABOVE_ALL = 1000  # no descriptor of a young process is as high
@@ -88,5 +89,6 @@ def _become(code: str, environment: dict[str, str], descriptors: dict[int, int])
 def warm_starts() -> Iterator[None]:
     """What this process starts with the launcher starts in this way: ranks, their workers and the rendezvous store."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "can_fork", lambda: False)
         patch.setattr(local, "subprocess", SimpleNamespace(Popen=WarmProcess, PIPE=subprocess.PIPE))
         yield

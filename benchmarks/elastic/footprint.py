@@ -102,8 +102,8 @@ def _stat(pid: int) -> list[str]:
 def _process(pid: int, root: int) -> Process | None:
     place = Path(f"/proc/{pid}")
     try:
-        command = (place / "cmdline").read_bytes().decode(errors="replace")
-        role = next((each for each in ("store", "rank") if f"nobiru.engine.{each} " in command), "other")
+        name = (place / "comm").read_text()
+        role = next((each for each in ("store", "rank") if name.startswith(f"nobiru-{each}")), "other")
         return Process(
             pid=pid,
             role="server" if pid == root else role,

@@ -17,11 +17,16 @@ import zmq
 
 from nobiru import env, machine
 from nobiru.config import EngineConfig
+from nobiru.elastic.launcher.forkserver import ForkServer, can_fork
 from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.engine.heart import Hearts
-from nobiru.engine.rank_spec import RankSpec
+from nobiru.engine.rank_spec import RankSpec, StoreSpec
 from nobiru.engine.recorder import FlightRecorder, Recorder
 from nobiru.engine.supervisor import RankProcess
+
+RANK_ENTRY, STORE_ENTRY = "nobiru.engine.rank:main", "nobiru.engine.store:main"
+# All that ranks and the store import.
+_MODULES = ("torch", "nobiru.engine.build", "nobiru.engine.rank", "nobiru.engine.store")
 
 
 class Backend(Protocol):
@@ -40,6 +45,10 @@ class Backend(Protocol):
 
     def launch(self, spec: RankSpec) -> tuple[RankProcess, Recorder]:
         """Begin a rank's process; `OSError` when the system cannot start one. Also before `open`."""
+        ...
+
+    def launch_store(self, spec: StoreSpec) -> RankProcess:
+        """Begin the process of the rendezvous store, on this machine; `OSError` as above."""
         ...
 
     async def open(self, router: zmq.Socket[Any]) -> None:
@@ -61,7 +70,7 @@ class LocalBackend:
 
     def __init__(self, *, environment: Mapping[str, str], recorder_capacity: int, max_ranks: int) -> None:
         self.endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
-        self._launcher = LocalLauncher("nobiru.engine.rank:main", environment=environment)
+        self._launcher = make_launcher(environment)
         self._recorder_capacity = recorder_capacity
         self.num_places = max(max_ranks, machine.default_num_threads())
 
@@ -69,17 +78,20 @@ class LocalBackend:
         recorder = FlightRecorder.create(self._recorder_capacity)
         spec = msgspec.structs.replace(spec, recorder_fd=recorder.fd)
         try:
-            process = self._launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd])
+            process = self._launcher.launch(RANK_ENTRY, msgspec.json.encode(spec), pass_fds=[recorder.fd])
         except OSError:
             recorder.close()
             raise
         return process, recorder
 
+    def launch_store(self, spec: StoreSpec) -> RankProcess:
+        return self._launcher.launch(STORE_ENTRY, msgspec.json.encode(spec))
+
     async def open(self, router: zmq.Socket[Any]) -> None:
         router.bind(self.endpoint)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        await asyncio.to_thread(self._launcher.close)
 
 
 class RayBackend:
@@ -88,6 +100,7 @@ class RayBackend:
     def __init__(self, config: EngineConfig, *, environment: Mapping[str, str]) -> None:
         from nobiru.elastic.launcher.ray import RayLauncher
 
+        self._local = LocalLauncher(environment=environment)
         threads, workers = config.num_threads, config.tensor_parallel_size
         self._launcher = RayLauncher(
             "nobiru.engine.remote_rank:main",
@@ -113,6 +126,9 @@ class RayBackend:
         lost = partial(process.kill, "has closed its connection")
         return process, self._hearts.expect(spec.rank_id, lost)
 
+    def launch_store(self, spec: StoreSpec) -> RankProcess:
+        return self._local.launch(STORE_ENTRY, msgspec.json.encode(spec))
+
     async def open(self, router: zmq.Socket[Any]) -> None:
         router.setsockopt(zmq.USE_FD, self._listener.detach())
         router.bind(self.endpoint)
@@ -122,6 +138,11 @@ class RayBackend:
         self._listener.close()
         await self._hearts.close()
         await asyncio.to_thread(self._launcher.close)
+
+
+def make_launcher(environment: Mapping[str, str]) -> LocalLauncher | ForkServer:
+    """The fastest one that this system allows."""
+    return ForkServer(_MODULES, environment=environment) if can_fork() else LocalLauncher(environment=environment)
 
 
 def make_backend(config: EngineConfig, *, environment: Mapping[str, str], recorder_capacity: int) -> Backend:

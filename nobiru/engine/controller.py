@@ -141,7 +141,7 @@ class Controller:
         self.holds = Holds(self._later, delays_from(parse_faults(options.environment.get(env.FAULT_INJECTION, ""))))
         self._store: StoreProcess | None = None
         if balance is not None:
-            self._store = StoreProcess(backend.endpoint, backend.host, options.environment)
+            self._store = StoreProcess(backend.endpoint, backend.host, backend.launch_store)
         self._plans: dict[int, MembershipPlan] = {}
         self._planned_slots: dict[str, list[list[int]]] = {}
         self._positions: dict[str, int] = {}

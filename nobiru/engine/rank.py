@@ -61,6 +61,7 @@ from nobiru.engine.sequences import embedding_sequence, generation_sequence
 from nobiru.errors import ConfigError, GroupError, InvalidRequestError, ModelFolderError, NobiruError
 from nobiru.folder.state import check_unchanged
 from nobiru.generation import FinishReason, SampledToken
+from nobiru.machine import name_process
 from nobiru.request import SequenceInput
 from nobiru.runner.faults import parse_faults
 from nobiru.scheduler import CausalState, Part, Plan, Sequence
@@ -375,6 +376,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSpec)
+    name_process(f"nobiru-rank-{spec.rank_id}")
     logging.basicConfig(level=spec.log_level.upper(), format=f"{spec.rank_id} %(levelname)s %(message)s")
     assert spec.recorder_fd is not None
     recorder = FlightRecorder.attach(spec.recorder_fd)

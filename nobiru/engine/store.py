@@ -18,6 +18,7 @@ from nobiru import env
 from nobiru.engine import messages
 from nobiru.engine.messages import Forget, StoreFailed, StoreReady
 from nobiru.engine.rank_spec import STORE_IDENTITY, StoreSpec
+from nobiru.machine import name_process
 from nobiru.runner.faults import parse_faults
 
 
@@ -25,6 +26,7 @@ def main() -> None:
     """The process' entry point."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    name_process("nobiru-store")
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreSpec)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import msgspec
 
-from nobiru.elastic.launcher.local import LocalLauncher, LocalProcess
 from nobiru.engine.rank_spec import StoreSpec
+from nobiru.engine.supervisor import RankProcess
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +23,11 @@ STOP_TIMEOUT_S = 5.0
 class StoreProcess:
     """Runs from `start` to `stop`; `address` is None until the store has said that it is ready."""
 
-    def __init__(self, endpoint: str, host: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, endpoint: str, host: str, launch: Callable[[StoreSpec], RankProcess]) -> None:
         self.address: tuple[str, int] | None = None
         self._spec = StoreSpec(endpoint=endpoint, host=host)
-        self._launcher = LocalLauncher("nobiru.engine.store:main", environment=environment)
-        self._process: LocalProcess | None = None
+        self._launch = launch
+        self._process: RankProcess | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -43,7 +43,7 @@ class StoreProcess:
 
     async def _keep(self) -> None:
         while True:
-            process = self._process = self._launcher.launch(msgspec.json.encode(self._spec), pass_fds=())
+            process = self._process = self._launch(self._spec)
             self._spec = msgspec.structs.replace(self._spec, is_restart=True)
             how = await process.wait_dead()
             logger.error("the rendezvous store %s", how)

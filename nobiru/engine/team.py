@@ -47,6 +47,7 @@ from nobiru.parallel.tensor import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+WORKER_ENTRY = "nobiru.engine.worker:main"
 GROUP_ATTEMPT = "start"
 MEET_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
@@ -106,9 +107,7 @@ class Team:
         meeting = self._meeting = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
         )
-        launcher = LocalLauncher(
-            "nobiru.engine.worker:main", environment=env.rank_environment(num_threads=self._num_threads)
-        )
+        launcher = LocalLauncher(environment=env.rank_environment(num_threads=self._num_threads))
         for index in range(1, self.size):
             recorder = FlightRecorder.create(capacity=0)
             self._recorders.append(recorder)
@@ -122,7 +121,7 @@ class Team:
                 num_threads=self._num_threads,
                 log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
             )
-            self._processes.append(launcher.launch(msgspec.json.encode(spec), pass_fds=[recorder.fd]))
+            self._processes.append(launcher.launch(WORKER_ENTRY, msgspec.json.encode(spec), pass_fds=[recorder.fd]))
         self._watcher.start()
         self._hear_all(Ready, LOAD_TIMEOUT_S)
         self.group.join(meet(meeting.port, self.group.shard, self._config.step_timeout_s))

@@ -41,6 +41,7 @@ from nobiru.engine.team_messages import (
 from nobiru.errors import ConfigError, GroupError, ModelFolderError
 from nobiru.folder.read import read_folder
 from nobiru.layers.sharding import Shard
+from nobiru.machine import name_process
 from nobiru.parallel.tensor import WorkerGroup
 from nobiru.runner.causal import CausalRunner
 
@@ -54,6 +55,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
+    name_process(f"nobiru-worker-{spec.index}")
     logging.basicConfig(level=spec.log_level.upper(), format=f"worker {spec.index} %(levelname)s %(message)s")
     recorder = FlightRecorder.attach(spec.recorder_fd)
     in_background("parent-watch", end_with_parent)

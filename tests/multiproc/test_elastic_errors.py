@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from elastic_scenes import ended, members, play, undisturbed_texts, whole
 from generation_requests import PROMPTS, texts_of
-from ranks import children, is_alive, until
+from ranks import descendants, is_alive, name_of, until
 
 from nobiru import machine
 from nobiru.engine import controller as controller_module
@@ -25,7 +25,6 @@ from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError
 
 READ_BYTES_PER_S = 10_000
-STORE = "from nobiru.engine.store import"  # in the command of the process
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def test_without_descriptors_or_memory_no_rank_is_added(moe_model: Path, expecte
 
 def test_a_port_that_is_taken_undoes_the_operation(moe_model: Path, expected: list[list[int]]) -> None:
     async def scene(client: ZmqClient) -> None:
-        (store,) = [pid for pid in children(os.getpid()) if STORE in Path(f"/proc/{pid}/cmdline").read_text()]
+        (store,) = [pid for pid in descendants(os.getpid()) if name_of(pid) == "nobiru-store"]
         os.kill(store, signal.SIGKILL)
         await until(lambda: not is_alive(store))
         await asyncio.sleep(0.5)  # the server hears of it

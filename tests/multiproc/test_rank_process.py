@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import is_alive, request, running, until
+from ranks import children, is_alive, name_of, request, running, until
 
 from nobiru import LLM
+from nobiru.elastic.launcher.forkserver import can_fork
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import InferenceError, NobiruError, RequestKilledRankError
 
@@ -51,6 +52,33 @@ def test_requests_wait_for_the_model_and_equal_the_offline_vectors(model: Path, 
             assert await client.probe(timeout_s=10)
             pid = rank_pid(client)
         assert not is_alive(pid)
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not can_fork(), reason="this system has no fork server")
+def test_ranks_are_forks_and_outlive_their_fork_server(model: Path, expected: list[np.ndarray]) -> None:
+    async def main() -> None:
+        before = set(children(os.getpid()))
+        async with running(model, starts_warm=False) as client:
+            await until(lambda: client.has_working_rank)
+            (fork_server,) = set(children(os.getpid())) - before
+            first = rank_pid(client)
+            assert children(fork_server) == [first] and name_of(first) == "nobiru-rank-r0"
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: client.has_working_rank and rank_pid(client) != first)
+            second = rank_pid(client)
+            assert children(fork_server) == [second]
+            os.kill(fork_server, signal.SIGKILL)
+            np.testing.assert_allclose(await embed_all(client, TEXTS[:9]), expected[:9], atol=1e-5)
+            assert rank_pid(client) == second and is_alive(second)
+            os.kill(second, signal.SIGKILL)
+            np.testing.assert_allclose(await embed_all(client, TEXTS[:9]), expected[:9], atol=1e-5)
+            assert rank_pid(client) != second
+            (another,) = set(children(os.getpid())) - before
+            assert children(another) == [rank_pid(client)]
+        assert set(children(os.getpid())) == before
+        assert not is_alive(another)
 
     asyncio.run(main())
 

@@ -64,19 +64,18 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Launches `entry` ("package.module:function") in a fresh interpreter (spawn, never fork)."""
+    """Launches entry points ("package.module:function"), each in a fresh interpreter."""
 
-    def __init__(self, entry: str, *, environment: Mapping[str, str]) -> None:
-        self._entry = entry
+    def __init__(self, *, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
 
-    def launch(self, spec: bytes, *, pass_fds: Sequence[int]) -> LocalProcess:
-        """Start a process with `spec`, one line, as the beginning of its standard input.
+    def launch(self, entry: str, spec: bytes, *, pass_fds: Sequence[int] = ()) -> LocalProcess:
+        """Start a process with `spec`, one line, as the beginning of its standard input, and with these descriptors.
 
         Raises `OSError` when the system cannot start one.
         """
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _bootstrap(self._entry)],
+            [sys.executable, "-P", "-c", bootstrap(entry)],
             stdin=subprocess.PIPE,
             env=self._environment,
             pass_fds=tuple(pass_fds),
@@ -87,6 +86,9 @@ class LocalLauncher:
             process.stdin.write(spec + b"\n")
             process.stdin.flush()
         return handle
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def describe_exit(code: int) -> str:
@@ -101,8 +103,12 @@ def describe_exit(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _bootstrap(entry: str) -> str:
-    """Python code that finds modules where this process does, whatever the working directory, and calls the entry."""
+def bootstrap(entry: str, arguments: str = "[]") -> str:
+    """Python code that finds modules where this process does, whatever the working directory, and calls the entry.
+
+    `arguments` are a list in JSON.
+    """
     module, _, function = entry.partition(":")
     paths = [os.path.abspath(path) if path else os.getcwd() for path in sys.path]
-    return f"import sys; sys.path[:] = {json.dumps(paths)}; from {module} import {function}; {function}()"
+    call = f"{function}(*json.loads({arguments!r}))"
+    return f"import json, sys; sys.path[:] = {json.dumps(paths)}; from {module} import {function}; {call}"
