@@ -16,9 +16,11 @@ from nobiru.config import EngineConfig
 from nobiru.engine.messages import Abandon, Begin, Forget, Form, Formed, Moved, MoveExperts, Vacate
 from nobiru.engine.rank_spec import Place
 from nobiru.generation import CausalInput, GenerationInput, SampleRequest, SamplingParams
+from nobiru.request import SequenceInput
 
-# What is drawn from the logits is the leader's business.
+# What becomes of logits and hidden states is the leader's business.
 _ASKED = SampleRequest(input=GenerationInput(params=SamplingParams(seed=0)), prompt_token_ids=(), output_token_ids=())
+_POOLED = SequenceInput(token_ids=np.zeros(0, np.int32))
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +48,7 @@ class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate", kw_
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step", kw_only=True):
     """Compute with the others: int32 bytes of starts [B], lengths [B], token ids [T], numbers of blocks [B], blocks
-    [N], and one byte for each sequence that says whether its logits are needed [B]."""
+    [N], and one byte for each sequence that says whether its logits are needed, and one, whether its vector is [B]."""
 
     starts: bytes
     lengths: bytes
@@ -54,6 +56,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step", kw_only=Tru
     num_blocks: bytes
     blocks: bytes
     samples: bytes
+    pools: bytes
 
 
 class IdleStep(msgspec.Struct, frozen=True, array_like=True, tag="idle_step", kw_only=True):
@@ -113,6 +116,7 @@ def pack_step(inputs: Sequence[CausalInput]) -> Step:
         num_blocks=np.array([each.block_ids.size for each in inputs], dtype="<i4").tobytes(),
         blocks=np.concatenate([each.block_ids for each in inputs]).astype("<i4", copy=False).tobytes(),
         samples=bytes(each.sample is not None for each in inputs),
+        pools=bytes(each.pooling is not None for each in inputs),
     )
 
 
@@ -128,6 +132,7 @@ def unpack_step(step: Step) -> list[CausalInput]:
             start=start,
             block_ids=blocks[number],
             sample=_ASKED if step.samples[number] else None,
+            pooling=_POOLED if step.pools[number] else None,
         )
         for number, start in enumerate(starts.tolist())
     ]

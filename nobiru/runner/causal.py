@@ -226,8 +226,9 @@ class CausalRunner:
 
     def follow(self, inputs: Sequence[CausalInput]) -> None:
         """As `run`, for a worker that does not lead: its share of the step, without results."""
-        with self._threads_for_step():
-            self._run_share(inputs, range(len(inputs)))
+        batch = pack_causal(inputs, self._ready(), self._device)
+        with self._threads_for_step(), torch.inference_mode():
+            self._compute(batch, *_asked(batch))
 
     def describe(self) -> dict[str, str | int | float | bool | None]:
         """What the start line says: `dtype` is that of the weights, `compute_dtype` that of arithmetic."""
@@ -281,20 +282,24 @@ class CausalRunner:
     def _run_share(self, inputs: Sequence[CausalInput], share: Sequence[int]) -> _Computed:
         batch = pack_causal([inputs[number] for number in share], self._ready(), self._device)
         numbers = [share[place] for place in batch.order]
-        sampling = [place for place, each in enumerate(batch.inputs) if each.sample is not None]
-        pooling = [place for place, each in enumerate(batch.inputs) if each.pooling is not None]
-        wanted = sorted(sampling + pooling)
+        sampling, pooling = _asked(batch)
         together = nullcontext() if self.followers is None else self.followers.step(inputs)
         with torch.inference_mode():
             with together:
-                hidden_RC = self._hidden_states(batch, wanted)
-                logits_BV = self._logits(_of(sampling, wanted, hidden_RC)) if sampling else None
+                logits_BV, pooled_RC = self._compute(batch, sampling, pooling)
             return _Computed(
                 sampled=[numbers[place] for place in sampling],
                 logits_BV=logits_BV,
                 pooled=[numbers[place] for place in pooling],
-                vectors=self._pool(_of(pooling, wanted, hidden_RC), batch, pooling) if pooling else [],
+                vectors=self._pool(pooled_RC, batch, pooling) if pooling else [],
             )
+
+    def _compute(self, batch: CausalBatch, sampling: list[int], pooling: list[int]) -> tuple[Tensor | None, Tensor]:
+        """What workers do together: logits [B, V] and hidden states [R, C] for the sequences at these places."""
+        wanted = sorted(sampling + pooling)
+        hidden_RC = self._hidden_states(batch, wanted)
+        logits_BV = self._logits(_of(sampling, wanted, hidden_RC)) if sampling else None
+        return logits_BV, _of(pooling, wanted, hidden_RC)
 
     def _hidden_states(self, batch: CausalBatch, places: list[int]) -> Tensor:
         """[R, C]: the last token's hidden state of the sequences at `places`."""
@@ -350,6 +355,13 @@ class CausalRunner:
         if scratch is None:
             scratch = self._of_thread.scratch = Scratch()
         return scratch
+
+
+def _asked(batch: CausalBatch) -> tuple[list[int], list[int]]:
+    """The places of sequences that get a token, and of those that get a vector."""
+    sampling = [place for place, each in enumerate(batch.inputs) if each.sample is not None]
+    pooling = [place for place, each in enumerate(batch.inputs) if each.pooling is not None]
+    return sampling, pooling
 
 
 def _last_rows(layout: PagedLayout, places: list[int]) -> Tensor | None:
