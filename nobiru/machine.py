@@ -30,6 +30,11 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
+def may_have_cuda() -> bool:
+    """Whether there is the device file of NVIDIA's driver."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def available_cores(root: Path = ROOT, cpus: frozenset[int] | None = None) -> float:
     """Logical processors that this process may use: its affinity, or the quota of its control groups if that is less.
 

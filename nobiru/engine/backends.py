@@ -68,9 +68,9 @@ class LocalBackend:
 
     host = "127.0.0.1"
 
-    def __init__(self, *, environment: Mapping[str, str], recorder_capacity: int, max_ranks: int) -> None:
+    def __init__(self, launcher: LocalLauncher | ForkServer, *, recorder_capacity: int, max_ranks: int) -> None:
         self.endpoint = f"ipc://@nobiru-{uuid.uuid4().hex}"
-        self._launcher = make_launcher(environment)
+        self._launcher = launcher
         self._recorder_capacity = recorder_capacity
         self.num_places = max(max_ranks, machine.default_num_threads())
 
@@ -140,12 +140,19 @@ class RayBackend:
         await asyncio.to_thread(self._launcher.close)
 
 
-def make_launcher(environment: Mapping[str, str]) -> LocalLauncher | ForkServer:
-    """The fastest one that this system allows."""
-    return ForkServer(_MODULES, environment=environment) if can_fork() else LocalLauncher(environment=environment)
+def make_launcher(config: EngineConfig, environment: Mapping[str, str]) -> LocalLauncher | ForkServer:
+    """The fastest one that this system allows.
+
+    What a library does with CUDA while it is imported would keep forks from using it, so ranks that may do so do not
+    begin as forks.
+    """
+    if can_fork() and (config.device == "cpu" or not machine.may_have_cuda()):
+        return ForkServer(_MODULES, environment=environment)
+    return LocalLauncher(environment=environment)
 
 
 def make_backend(config: EngineConfig, *, environment: Mapping[str, str], recorder_capacity: int) -> Backend:
     if config.data_parallel_backend == "ray":
         return RayBackend(config, environment=environment)
-    return LocalBackend(environment=environment, recorder_capacity=recorder_capacity, max_ranks=config.max_size)
+    launcher = make_launcher(config, environment)
+    return LocalBackend(launcher, recorder_capacity=recorder_capacity, max_ranks=config.max_size)

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from nobiru import machine
 from nobiru.config import EngineConfig
+from nobiru.elastic.launcher.forkserver import ForkServer
+from nobiru.elastic.launcher.local import LocalLauncher
 from nobiru.elastic.launcher.ray import RayLauncher, share_cpus
+from nobiru.engine import backends
 from nobiru.engine.backends import LocalBackend, make_backend
 from nobiru.errors import ConfigError
 
@@ -49,6 +53,23 @@ assert not {"ray", "torch"} & set(sys.modules), "imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
     assert isinstance(make_backend(config("local"), environment={}, recorder_capacity=1), LocalBackend)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_cuda", "forks", "launcher"),
+    [
+        ("auto", False, True, ForkServer),
+        ("cpu", True, True, ForkServer),
+        ("auto", True, True, LocalLauncher),
+        ("cpu", False, False, LocalLauncher),
+    ],
+)
+def test_ranks_are_forks_where_that_is_safe(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_cuda: bool, forks: bool, launcher: type
+) -> None:
+    monkeypatch.setattr(backends, "can_fork", lambda: forks)
+    monkeypatch.setattr(machine, "may_have_cuda", lambda: has_cuda)
+    assert type(backends.make_launcher(config("local", device=device), {})) is launcher
 
 
 @pytest.mark.parametrize(

@@ -43,32 +43,31 @@ struct heads {
 #define QUERIES 32
 #define LOWEST (-3.4028235e38f)
 
-/* Bounds keep infinite scores apart from not-a-number: their difference is 0. */
-INLINE vec bounded(vec x) { return larger(splat(LOWEST), smaller(splat(-LOWEST), x)); }
-
-/* Scores of one query become weights, in their place; returns one over their sum. `length` is a whole number of vectors,
- * and scores of keys that are not there are LOWEST. */
-static float soften_f32(float *scores, long length) {
+/* Scores of one query, times `scale`, become weights, in their place; returns one over their sum. `length` is a whole
+ * number of vectors, and scores of keys that are not there are LOWEST. Infinite ones count as the largest there are, since
+ * the difference of two infinite ones is no number. */
+static float soften_f32(float *scores, long length, float scale) {
+    const vec high = splat(-LOWEST);
     vec tops = splat(LOWEST), added = {0};
-    for (long t = 0; t < length; t += LANES) tops = larger(tops, bounded(load_f32(scores + t)));
-    float top = largest(tops);
+    for (long t = 0; t < length; t += LANES) tops = larger(tops, load_f32(scores + t));
+    const float top = largest(smaller(high, tops)) * scale;
     for (long t = 0; t < length; t += LANES) {
-        vec weights = power_of_e(bounded(load_f32(scores + t)) - top);
+        vec weights = power_of_e(smaller(high, load_f32(scores + t)) * scale - top);
         store_f32(scores + t, weights);
         added += weights;
     }
     return 1.0f / total(added);
 }
 
-/* scores = scores * scale + bias, and LOWEST from `length` on. */
-static void scale_scores(float *scores, const float *bias, long length, long padded, float scale) {
+/* The scores of keys that are not there, and, with a bias, scores = scores * scale + bias; by what they are to be multiplied
+ * still. */
+static float complete_scores(float *scores, const float *bias, long length, long padded, float scale) {
     long t = 0;
-    for (; t + LANES <= length; t += LANES) {
-        vec x = load_f32(scores + t) * scale;
-        store_f32(scores + t, bias ? x + load_f32(bias + t) : x);
-    }
-    for (; t < length; t++) scores[t] = scores[t] * scale + (bias ? bias[t] : 0);
-    for (; t < padded; t++) scores[t] = LOWEST;
+    for (; bias && t + LANES <= length; t += LANES)
+        store_f32(scores + t, load_f32(scores + t) * scale + load_f32(bias + t));
+    for (; bias && t < length; t++) scores[t] = scores[t] * scale + bias[t];
+    for (t = length; t < padded; t++) scores[t] = LOWEST;
+    return bias ? 1.0f : scale;
 }
 
 /* c = a @ b for ROW_BLOCK rows and one or two vectors of columns. */
@@ -147,8 +146,8 @@ static int attend_head_f32(const struct heads *a, long start, long length, long 
         multiply_floats(q, size, turned, padded, size, scores, padded, whole, padded);
         for (int r = 0; r < rows; r++) {
             const float *bias = a->bias ? a->bias + (head * a->bias_rows + query + r) * a->bias_stride : 0;
-            scale_scores(scores + r * padded, bias, length, padded, a->scale);
-            shrink[r] = soften_f32(scores + r * padded, padded);
+            const float scale = complete_scores(scores + r * padded, bias, length, padded, a->scale);
+            shrink[r] = soften_f32(scores + r * padded, padded, scale);
         }
         multiply_floats(scores, padded, values, size, length, mixed, size, whole, size);
         for (int r = 0; r < rows; r++) {
@@ -187,14 +186,14 @@ static void arrange_values(char *tiles, const bf16 *values, long stride, long le
 }
 
 /* As soften_f32, to weights in bfloat16. */
-static float soften_bf16(const float *scores, bf16 *weights, long length) {
-    const __m512 low = _mm512_set1_ps(LOWEST), high = _mm512_set1_ps(-LOWEST);
+static float soften_bf16(const float *scores, bf16 *weights, long length, float scale) {
+    const __m512 low = _mm512_set1_ps(LOWEST), high = _mm512_set1_ps(-LOWEST), factor = _mm512_set1_ps(scale);
     __m512 tops = low, added = _mm512_setzero_ps();
     for (long t = 0; t < length; t += 16) tops = _mm512_max_ps(tops, _mm512_loadu_ps(scores + t));
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(_mm512_min_ps(tops, high)));
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(_mm512_min_ps(tops, high)) * scale);
     for (long t = 0; t < length; t += 16) {
         __m512 x = _mm512_min_ps(_mm512_loadu_ps(scores + t), high);
-        __m512 y = weight_of(_mm512_sub_ps(x, top));
+        __m512 y = weight_of(_mm512_fmsub_ps(x, factor, top));
         added = _mm512_add_ps(added, y);
         _mm256_storeu_si256((__m256i *)(weights + t), (__m256i)_mm512_cvtneps_pbh(y));
     }
@@ -231,8 +230,8 @@ static int attend_head_bf16(const struct heads *a, long start, long length, long
         multiply_columns(a->uses_tiles, q, 2 * width, whole, keys, width / 32, padded / 16, scores, padded);
         for (int r = 0; r < rows; r++) {
             const float *bias = a->bias ? a->bias + (head * a->bias_rows + query + r) * a->bias_stride : 0;
-            scale_scores(scores + r * padded, bias, length, padded, a->scale);
-            shrink[r] = soften_bf16(scores + r * padded, weights + r * padded, padded);
+            const float scale = complete_scores(scores + r * padded, bias, length, padded, a->scale);
+            shrink[r] = soften_bf16(scores + r * padded, weights + r * padded, padded, scale);
         }
         multiply_columns(a->uses_tiles, weights, 2 * padded, whole, values, padded / 32, size / 16, mixed, size);
         for (int r = 0; r < rows; r++) {
