@@ -49,10 +49,11 @@ struct heads {
 static float soften_f32(float *scores, long length, float scale) {
     const vec high = splat(-LOWEST);
     vec tops = splat(LOWEST), added = {0};
-    for (long t = 0; t < length; t += LANES) tops = larger(tops, load_f32(scores + t));
-    const float top = largest(smaller(high, tops)) * scale;
+    for (long t = 0; t < length; t += LANES) tops = larger(tops, smaller(high, load_f32(scores + t)));
+    const float top = largest(tops);
     for (long t = 0; t < length; t += LANES) {
-        vec weights = power_of_e(smaller(high, load_f32(scores + t)) * scale - top);
+        /* Differences first: those of large products would be those of their roundings. */
+        vec weights = power_of_e((smaller(high, load_f32(scores + t)) - top) * scale);
         store_f32(scores + t, weights);
         added += weights;
     }
@@ -187,13 +188,13 @@ static void arrange_values(char *tiles, const bf16 *values, long stride, long le
 
 /* As soften_f32, to weights in bfloat16. */
 static float soften_bf16(const float *scores, bf16 *weights, long length, float scale) {
-    const __m512 low = _mm512_set1_ps(LOWEST), high = _mm512_set1_ps(-LOWEST), factor = _mm512_set1_ps(scale);
+    const __m512 low = _mm512_set1_ps(LOWEST), high = _mm512_set1_ps(-LOWEST);
     __m512 tops = low, added = _mm512_setzero_ps();
     for (long t = 0; t < length; t += 16) tops = _mm512_max_ps(tops, _mm512_loadu_ps(scores + t));
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(_mm512_min_ps(tops, high)) * scale);
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(_mm512_min_ps(tops, high))), factor = _mm512_set1_ps(scale);
     for (long t = 0; t < length; t += 16) {
         __m512 x = _mm512_min_ps(_mm512_loadu_ps(scores + t), high);
-        __m512 y = weight_of(_mm512_fmsub_ps(x, factor, top));
+        __m512 y = weight_of(_mm512_mul_ps(_mm512_sub_ps(x, top), factor));
         added = _mm512_add_ps(added, y);
         _mm256_storeu_si256((__m256i *)(weights + t), (__m256i)_mm512_cvtneps_pbh(y));
     }
