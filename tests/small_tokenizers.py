@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +84,38 @@ def _surround(tokenizer: Tokenizer, first: str, last: str) -> None:
     )
 
 
+def _word_pieces(special: list[str]) -> dict[str, int]:
+    """All characters, in both cases, so that lower-casing shows; half of the words; beginnings and ends of others."""
+    words = sorted({word for sentence in SENTENCES for word in re.findall(r"\w+", sentence.lower())})
+    characters = {character for sentence in SENTENCES for character in sentence + sentence.upper()} | set("ÀÉÎõüß")
+    pieces = {*characters, *(f"##{character}" for character in characters), *words[::2]}
+    pieces |= {word[:3] for word in words[1::2]} | {f"##{word[3:6]}" for word in words[1::2] if len(word) > 3}
+    return {piece: number for number, piece in enumerate([*special, *sorted(pieces - {" "} - set(special))])}
+
+
+def _settled(tokenizer: Tokenizer, special: list[str]) -> Tokenizer:
+    """With the same pieces, but an order and scores that do not differ from training to training."""
+    made = json.loads(tokenizer.to_str())
+    text = "▁" + "▁".join(" ".join(SENTENCES).split())
+    pieces = sorted({piece for piece, _ in made["model"]["vocab"]} - set(special))
+    counts = [(piece, text.count(piece) + 1) for piece in pieces]
+    total = sum(count for _, count in counts)
+    made["model"]["vocab"] = [[piece, 0.0] for piece in special]
+    made["model"]["vocab"] += [[piece, math.log(count / total)] for piece, count in counts]
+    return Tokenizer.from_str(json.dumps(made))
+
+
 @functools.cache
 def _trained(kind: str) -> str:
     special = list(dict.fromkeys(special_tokens(kind)[name] for name in _ORDER[kind]))
     trainer: Any
     if kind == "wordpiece":
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        # Its trainer gives another vocabulary each time, so this one is made by hand.
+        tokenizer = Tokenizer(models.WordPiece(_word_pieces(special), unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        # Both cases are in the vocabulary, so that lower-casing shows.
-        alphabet = sorted({character for sentence in SENTENCES for character in sentence.upper()} | set("ÀÉÎõüß"))
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+        trainer = None
     elif kind == "byte_bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,7 +130,10 @@ def _trained(kind: str) -> str:
         trainer = trainers.UnigramTrainer(
             vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False
         )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
+    if trainer is not None:
+        tokenizer.train_from_iterator(SENTENCES, trainer)
+    if isinstance(tokenizer.model, models.Unigram):
+        tokenizer = _settled(tokenizer, special)
     _surround(tokenizer, special_tokens(kind)["cls_token"], special_tokens(kind)["sep_token"])
     return tokenizer.to_str()
 

@@ -50,7 +50,11 @@ class Launched:
         ready, _, _ = select.select([self._reads], [], [], 30)
         assert ready, "it says nothing"
         with open(self._reads, "rb", closefd=False) as pipe:
-            return json.loads(pipe.readline())
+            facts = json.loads(pipe.readline())
+        end_s = time.monotonic() + 10
+        while self.process.pid is None and time.monotonic() < end_s:
+            time.sleep(0.005)  # the fork server's news of it comes by another way
+        return facts
 
     def end(self) -> str:
         """How it ended."""
