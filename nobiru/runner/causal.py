@@ -286,20 +286,19 @@ class CausalRunner:
         together = nullcontext() if self.followers is None else self.followers.step(inputs)
         with torch.inference_mode():
             with together:
-                logits_BV, pooled_RC = self._compute(batch, sampling, pooling)
+                logits_BV, hidden_RC = self._compute(batch, sampling, pooling)
             return _Computed(
                 sampled=[numbers[place] for place in sampling],
                 logits_BV=logits_BV,
                 pooled=[numbers[place] for place in pooling],
-                vectors=self._pool(pooled_RC, batch, pooling) if pooling else [],
+                vectors=self._pool(hidden_RC, batch, pooling) if pooling else [],
             )
 
     def _compute(self, batch: CausalBatch, sampling: list[int], pooling: list[int]) -> tuple[Tensor | None, Tensor]:
-        """What workers do together: logits [B, V] and hidden states [R, C] for the sequences at these places."""
-        wanted = sorted(sampling + pooling)
-        hidden_RC = self._hidden_states(batch, wanted)
-        logits_BV = self._logits(_of(sampling, wanted, hidden_RC)) if sampling else None
-        return logits_BV, _of(pooling, wanted, hidden_RC)
+        """What workers do together: logits [B, V], if any, and hidden states [R, C] of sequences at these places."""
+        assert not (sampling and pooling), "a model generates or embeds"
+        hidden_RC = self._hidden_states(batch, sampling or pooling)
+        return self._logits(hidden_RC) if sampling else None, hidden_RC
 
     def _hidden_states(self, batch: CausalBatch, places: list[int]) -> Tensor:
         """[R, C]: the last token's hidden state of the sequences at `places`."""
@@ -370,11 +369,6 @@ def _last_rows(layout: PagedLayout, places: list[int]) -> Tensor | None:
         return None if layout.is_decode else layout.last_B
     rows_R: Tensor = layout.to_device(layout.ends_B[places] - 1)
     return rows_R
-
-
-def _of(places: list[int], wanted: list[int], rows_RC: Tensor) -> Tensor:
-    """Of rows for the sequences at `wanted` those at `places`."""
-    return rows_RC if places == wanted else rows_RC[[wanted.index(place) for place in places]]
 
 
 def _last_token_finisher(folder: ModelFolder, device: torch.device) -> Finisher:

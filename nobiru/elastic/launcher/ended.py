@@ -1,4 +1,4 @@
-"""The end of a process as it is told from one thread to others and to coroutines."""
+"""The end of a process as it is told from one thread to others and to coroutines, and what processes have in common."""
 
 from __future__ import annotations
 
@@ -45,3 +45,33 @@ class Ended:
                 self._callbacks.append(wake)
         await told.wait()
         return self._how
+
+
+class StartedProcess:
+    """A process of this machine; whoever waits for its end tells `_ended`."""
+
+    node = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._ended = Ended()
+
+    @property
+    def is_alive(self) -> bool:
+        """Also while it is about to begin."""
+        return not self._ended
+
+    async def wait_dead(self) -> str:
+        """Until the process has ended; how it ended, in words."""
+        return await self._ended.heard()
+
+    def kill(self) -> None:
+        """End it now, also when it is stopped."""
+        raise NotImplementedError
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; kill it when it takes longer. Whether it ended by itself."""
+        if self._ended.wait(timeout_s):
+            return True
+        self.kill()
+        self._ended.wait()
+        return False

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from nobiru.elastic.launcher.ended import Ended
+from nobiru.elastic.launcher.ended import StartedProcess
 from nobiru.elastic.launcher.local import bootstrap, describe_exit
 
 # From a request to its process, imports included.
@@ -30,30 +30,19 @@ REQUEST_TIMEOUT_S = 5.0
 _PIPE_BYTES = 1 << 20  # as much as the system gives without being asked for more
 
 
-class ForkedProcess:
+class ForkedProcess(StartedProcess):
     """One process. `pid` is None until there is one; `kill` and `close` may be called at any time, more than once."""
 
-    node = "127.0.0.1"
-
     def __init__(self, server: subprocess.Popen[bytes], standard_input: int, status: socket.socket) -> None:
-        """Its standard input, and what the fork server sends of it: a line with its id, then its exit code."""
+        """Its standard input, and what the fork server sends of it: its id, then its exit code."""
+        super().__init__()
         self.pid: int | None = None
         self._server = server
         self._input: int | None = standard_input
-        self._ended = Ended()
         self._lock = threading.Lock()
         self._handle: int | None = None
         self._is_killed = False
         threading.Thread(target=self._wait, args=(status,), name="wait-forked", daemon=True).start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Also while it is about to begin."""
-        return not self._ended
-
-    async def wait_dead(self) -> str:
-        """Until the process has ended; how it ended, in words."""
-        return await self._ended.heard()
 
     def kill(self) -> None:
         """End it now, also when it is stopped, or as soon as there is one."""
@@ -69,14 +58,6 @@ class ForkedProcess:
             number, self._input = self._input, None
         if number is not None:
             os.close(number)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for its end; kill it when it takes longer. Whether it ended by itself."""
-        if self._ended.wait(timeout_s):
-            return True
-        self.kill()
-        self._ended.wait()
-        return False
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -139,7 +120,7 @@ class ForkServer:
         Raises `OSError` when the system cannot start one.
         """
         process, control = self._running()
-        status, their_status = socket.socketpair()
+        status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with their_status:
             reads, writes = os.pipe()
             try:

@@ -9,6 +9,7 @@ It has one thread: what others held while a process is forked would be held for 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -75,10 +76,8 @@ def _reap(handle: int, pid: int, news: socket.socket) -> None:
 
 
 def _tell(news: socket.socket, number: int, descriptors: list[int]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # nobody wants to know any more
         socket.send_fds(news, [b"%d" % number], descriptors)
-    except OSError:
-        return  # nobody wants to know any more
 
 
 def _become(entry: str, descriptors: list[int], numbers: list[int]) -> None:
@@ -89,7 +88,8 @@ def _become(entry: str, descriptors: list[int], numbers: list[int]) -> None:
         copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(above, 3)) for descriptor in descriptors]
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in copies:
-                _close(number)
+                with contextlib.suppress(OSError):  # the one with which they were listed
+                    os.close(number)
         for copy, number in zip(copies, numbers, strict=True):
             os.dup2(copy, number)
             os.close(copy)
@@ -101,10 +101,3 @@ def _become(entry: str, descriptors: list[int], numbers: list[int]) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def _close(number: int) -> None:
-    try:
-        os.close(number)
-    except OSError:
-        return  # the one with which they were listed

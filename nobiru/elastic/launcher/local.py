@@ -15,33 +15,22 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from nobiru.elastic.launcher.ended import Ended
+from nobiru.elastic.launcher.ended import StartedProcess
 
 
-class LocalProcess:
+class LocalProcess(StartedProcess):
     """One started process. `pid` is its process id; `kill` and `close` may be called at any time, more than once."""
 
-    node = "127.0.0.1"
-
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        super().__init__()
         self._process = process
-        self._ended = Ended()
         threading.Thread(target=self._wait, name=f"wait-{process.pid}", daemon=True).start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        return not self._ended
-
-    async def wait_dead(self) -> str:
-        """Until the process has ended; how it ended, in words."""
-        return await self._ended.heard()
-
     def kill(self) -> None:
-        """End it now, also when it is stopped."""
         if self.is_alive:
             self._process.kill()
 
@@ -50,14 +39,6 @@ class LocalProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it ended first, which is what closing asks for
                 self._process.stdin.close()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for its end; kill it when it takes longer. Whether it ended by itself."""
-        if self._ended.wait(timeout_s):
-            return True
-        self.kill()
-        self._ended.wait()
-        return False
 
     def _wait(self) -> None:
         self._ended.tell(describe_exit(self._process.wait()))
