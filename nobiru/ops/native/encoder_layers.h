@@ -140,17 +140,20 @@ INLINE bvec add_any(bvec sums, bvec x, bvec w) { return _mm512_dpbusd_epi32(sums
     INLINE void NAME(const int rows, const int8_t *w, const uint8_t *x, long stride, long inputs, struct ahead ahead,  \
                      int32_t *sums_out) {                                                                              \
         bvec sums[MAX_ROWS][2];                                                                                        \
+        struct walk walk;                                                                                              \
+        begin_walk(&walk, rows, x, stride);                                                                            \
         UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (bvec){0};                                     \
         for (long k = 0; k < inputs; k += 4, w += 4 * WIDTH) {                                                         \
             bvec left = load_bytes(w), right = load_bytes(w + 2 * WIDTH);                                              \
             fetch_next(&ahead);                                                                                        \
             UNROLL for (int r = 0; r < rows; r++) {                                                                    \
                 int32_t four;                                                                                          \
-                memcpy(&four, x + r * stride + k, 4);                                                                  \
+                memcpy(&four, row_of(&walk, r), 4);                                                                    \
                 bvec value = OF_BYTES(set1_epi32)(four);                                                               \
                 sums[r][0] = ADD(sums[r][0], value, left);                                                             \
                 sums[r][1] = ADD(sums[r][1], value, right);                                                            \
             }                                                                                                          \
+            step_on(&walk, rows, 4);                                                                                   \
         }                                                                                                              \
         UNROLL for (int r = 0; r < rows; r++) {                                                                        \
             store_bytes(sums_out + r * WIDTH, sums[r][0]);                                                             \

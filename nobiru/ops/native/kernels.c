@@ -204,7 +204,7 @@ struct ahead {
 
 /* For tile number `number` of `tiles`; a turn takes `turn` bytes of the panel. */
 INLINE struct ahead fetch_part(const void *panel, long bytes, long number, long tiles, long turn) {
-    return (struct ahead){(const char *)panel + bytes + number * bytes / tiles, turn / tiles};
+    return (struct ahead){(const char *)panel + bytes + number * bytes / tiles, (turn + tiles - 1) / tiles};
 }
 INLINE void fetch_next(struct ahead *ahead) {
     __builtin_prefetch(ahead->next, 0, 2);
@@ -212,19 +212,40 @@ INLINE void fetch_next(struct ahead *ahead) {
     ahead->next += ahead->step;
 }
 
+/* Rows of a tile, walked together. Three share a pointer, since a pointer for each is more than a processor has registers
+ * for; compilers would make them all the same, if they saw what the pointers are. */
+struct walk {
+    const char *threes[(MAX_ROWS + 2) / 3];
+    long stride;
+};
+INLINE void begin_walk(struct walk *walk, const int rows, const void *x, long stride) {
+    UNROLL for (int i = 0; i < (rows + 2) / 3; i++) walk->threes[i] = (const char *)x + 3 * i * stride;
+    walk->stride = stride;
+}
+INLINE void step_on(struct walk *walk, const int rows, long bytes) {
+    UNROLL for (int i = 0; i < (rows + 2) / 3; i++) {
+        walk->threes[i] += bytes;
+        __asm__("" : "+r"(walk->threes[i]));
+    }
+}
+INLINE const char *row_of(const struct walk *walk, int row) { return walk->threes[row / 3] + row % 3 * walk->stride; }
+
 #define TILE(NAME, WEIGHT, LOAD)                                                                                       \
     INLINE void NAME(const int rows, const WEIGHT *w, const float *x, long stride, long inputs, struct ahead ahead,    \
                      float *sums_out) {                                                                                \
         vec sums[MAX_ROWS][2];                                                                                         \
+        struct walk walk;                                                                                              \
+        begin_walk(&walk, rows, x, stride * (long)sizeof(float));                                                      \
         UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (vec){0};                                      \
         for (long k = 0; k < inputs; k++, w += WIDTH) {                                                                \
             vec w0 = LOAD(w), w1 = LOAD(w + LANES);                                                                    \
             fetch_next(&ahead);                                                                                        \
             UNROLL for (int r = 0; r < rows; r++) {                                                                    \
-                vec value = splat(x[r * stride + k]);                                                                  \
+                vec value = splat(*(const float *)row_of(&walk, r));                                                   \
                 sums[r][0] += value * w0;                                                                              \
                 sums[r][1] += value * w1;                                                                              \
             }                                                                                                          \
+            step_on(&walk, rows, sizeof(float));                                                                       \
         }                                                                                                              \
         UNROLL for (int r = 0; r < rows; r++) {                                                                        \
             store_f32(sums_out + r * WIDTH, sums[r][0]);                                                               \
@@ -239,17 +260,20 @@ TILE(tile_bf16, bf16, load_bf16)
 INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride, long inputs, struct ahead ahead,
                        float *sums_out) {
     __m512 sums[MAX_ROWS][2];
+    struct walk walk;
+    begin_walk(&walk, rows, x, stride * (long)sizeof(bf16));
     UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (long k = 0; k < inputs; k += 2, w += 2 * WIDTH) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 2 * LANES);
         fetch_next(&ahead);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t pair;
-            memcpy(&pair, x + r * stride + k, 4);
+            memcpy(&pair, row_of(&walk, r), 4);
             __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
             sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, value);
             sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, value);
         }
+        step_on(&walk, rows, 2 * sizeof(bf16));
     }
     UNROLL for (int r = 0; r < rows; r++) {
         _mm512_storeu_ps(sums_out + r * WIDTH, sums[r][0]);
