@@ -284,7 +284,7 @@ INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride
 
 #define CASE(TILE_NAME, N)                                                                                             \
     case N:                                                                                                            \
-        TILE_NAME(N, w, x, stride, inputs, ahead, sums);                                                                    \
+        TILE_NAME(N, w, x, stride, inputs, ahead, sums);                                                               \
         break;
 
 #if MAX_ROWS == 12
@@ -367,7 +367,7 @@ int32_t allow_tiles(void) { return 0; }
 #define BY_VECTORS(l, first, last)
 
 /* Threads take a few panels at a time. INSTEAD may do them another way. */
-#define LINEAR(NAME, INSTEAD, PANEL_NAME, WEIGHT, X, Y)                                                                         \
+#define LINEAR(NAME, INSTEAD, PANEL_NAME, WEIGHT, X, Y)                                                                \
     static void NAME##_part(void *arguments, long part) {                                                              \
         const struct linear *l = arguments;                                                                            \
         long last = (part + 1) * l->panels_each < l->panels ? (part + 1) * l->panels_each : l->panels;                 \
@@ -398,7 +398,8 @@ LINEAR(linear_pairs, BY_TILES, panel_pairs, bf16, bf16, bf16)
  * and Gimelshein 2018, https://arxiv.org/abs/1805.02867). While one piece is computed, the next is fetched.
  */
 
-#define PIECE 64
+#define PIECE 64 /* tokens, of prompts; of one token the next piece has to find room in a core's cache beside this one */
+#define DECODE_PIECE 32
 #define MAX_GROUP 4
 #define MAX_SIZE 256 /* of a head */
 
@@ -420,8 +421,8 @@ struct piece {
     long slots[PIECE];
 };
 
-static void find_piece(struct piece *piece, long block_size, const int32_t *table, long start, long context) {
-    piece->count = (int)(context - start < PIECE ? context - start : PIECE);
+static void find_piece(struct piece *piece, long most, long block_size, const int32_t *table, long start, long context) {
+    piece->count = (int)(context - start < most ? context - start : most);
     long block = start / block_size, in_block = start % block_size;
     for (int t = 0; t < piece->count; t++) {
         if (in_block == block_size) block++, in_block = 0;
@@ -434,8 +435,9 @@ INLINE long first_seen(const struct attention *a, long context) {
     return a->window && context > a->window ? context - a->window : 0;
 }
 
+/* As far as a core's second cache: more can be under way than to its first one. */
 INLINE void fetch(const void *row, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at);
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 0, 2);
 }
 
 /* Of a task that this thread may take when the present one is done. */
@@ -444,14 +446,15 @@ static void find_first_piece(const struct attention *a, struct piece *piece, lon
     piece->count = 0;
     if (sequence >= a->sequences || a->keys_each < a->key_heads) return;
     const long context = a->contexts[sequence];
-    find_piece(piece, a->block_size, a->block_table + sequence * a->table_width, first_seen(a, context), context);
+    find_piece(piece, DECODE_PIECE, a->block_size, a->block_table + sequence * a->table_width, first_seen(a, context),
+               context);
 }
 
 /* The scores of one head: weights in their place, the running sum, and the factor for what was mixed so far. */
 static float weigh(float *scores, int count, float softcap, float *highest, float *sum) {
     if (softcap > 0)
         for (int t = 0; t < count; t++) scores[t] = softcap * tanhf(scores[t] / softcap);
-    for (int t = count; t < PIECE; t++) scores[t] = -INFINITY;
+    for (int t = count; t % LANES; t++) scores[t] = -INFINITY; /* up to a whole vector */
     vec tops = splat(*highest), added = {0};
     for (int t = 0; t < count; t += LANES) tops = larger(tops, load_f32(scores + t));
     float top = largest(tops);
@@ -482,14 +485,14 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
 
 /* One piece for GROUP_SIZE query heads of one key head; heads, q, mixed, highest and sums are those of the first. Scores
  * are SCORED some other way, or q times keys here, and so are values MIXED. */
-#define GROUP(NAME, GROUP_SIZE, SCORED, MIXED, T, LOAD)                                                                       \
+#define GROUP(NAME, GROUP_SIZE, SCORED, MIXED, T, LOAD)                                                                \
     static void NAME##_##GROUP_SIZE(const struct attention *a, const T *keys, const T *values,                         \
                                     const struct piece *now, const struct piece *next, const T *heads, const float *q, \
                                     float *mixed, float *highest, float *sums) {                                       \
         const int group = GROUP_SIZE, vectors = (int)(a->size / LANES);                                                \
         const long size = a->size, row = a->key_heads * size;                                                          \
-        float scores[GROUP_SIZE][PIECE], shrink[GROUP_SIZE];                                                           \
-        const int unscored = SCORED(a, keys, now, next, heads, GROUP_SIZE, scores[0]) ? 0 : now->count;                      \
+        float scores[GROUP_SIZE][DECODE_PIECE], shrink[GROUP_SIZE];                                                    \
+        const int unscored = SCORED(a, keys, now, next, heads, GROUP_SIZE, scores[0]) ? 0 : now->count;                \
         for (int t = 0; t < unscored; t++) {                                                                           \
             const T *key = keys + now->slots[t] * row;                                                                 \
             vec partial[GROUP_SIZE];                                                                                   \
@@ -502,7 +505,7 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         }                                                                                                              \
         for (int g = 0; g < group; g++)                                                                                \
             shrink[g] = weigh(scores[g], now->count, a->softcap, highest + g, sums + g);                               \
-        if (MIXED(a, values, now, next, GROUP_SIZE, scores[0], shrink, mixed)) return;                           \
+        if (MIXED(a, values, now, next, GROUP_SIZE, scores[0], shrink, mixed)) return;                                 \
         for (int i = 0; i < vectors; i++) {                                                                            \
             vec so_far[GROUP_SIZE];                                                                                    \
             UNROLL for (int g = 0; g < group; g++) so_far[g] = load_f32(mixed + g * size + i * LANES) * shrink[g];     \
@@ -519,11 +522,11 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
     }
 
 /* A task is some key heads of one sequence: all of them, so that rows are read as they lie, or one, for more tasks. */
-#define ATTEND(NAME, SCORED, MIXED, T, LOAD, STORE)                                                                                   \
-    GROUP(NAME, 1, SCORED, MIXED, T, LOAD)                                                                                            \
-    GROUP(NAME, 2, SCORED, MIXED, T, LOAD)                                                                                            \
-    GROUP(NAME, 3, SCORED, MIXED, T, LOAD)                                                                                            \
-    GROUP(NAME, 4, SCORED, MIXED, T, LOAD)                                                                                            \
+#define ATTEND(NAME, SCORED, MIXED, T, LOAD, STORE)                                                                    \
+    GROUP(NAME, 1, SCORED, MIXED, T, LOAD)                                                                             \
+    GROUP(NAME, 2, SCORED, MIXED, T, LOAD)                                                                             \
+    GROUP(NAME, 3, SCORED, MIXED, T, LOAD)                                                                             \
+    GROUP(NAME, 4, SCORED, MIXED, T, LOAD)                                                                             \
     static void NAME##_task(void *arguments, long task) {                                                              \
         struct attention *a = arguments;                                                                               \
         const long tasks_each = a->key_heads / a->keys_each, sequence = task / tasks_each;                             \
@@ -546,20 +549,20 @@ static float weigh(float *scores, int count, float softcap, float *highest, floa
         for (long head = 0; head < heads; head++) highest[head] = -INFINITY, sums[head] = 0;                           \
         long context = a->contexts[sequence], start = first_seen(a, context);                                          \
         struct piece pieces[2], *now = pieces, *next = pieces + 1;                                                     \
-        find_piece(now, a->block_size, table, start, context);                                                         \
-        for (; start < context; start += PIECE) {                                                                      \
-            find_piece(next, a->block_size, table, start + PIECE, context);                                            \
+        find_piece(now, DECODE_PIECE, a->block_size, table, start, context);                                           \
+        for (; start < context; start += DECODE_PIECE) {                                                               \
+            find_piece(next, DECODE_PIECE, a->block_size, table, start + DECODE_PIECE, context);                       \
             if (next->count <= 0) find_first_piece(a, next, task + a->threads);                                        \
             for (long head = 0; head < heads;) {                                                                       \
                 long key_head = first_key + head / per_key, left = per_key - head % per_key;                           \
-                const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size;\
+                const T *keys = (const T *)a->keys + key_head * size, *values = (const T *)a->values + key_head * size; \
                 const T *own = source + head * size;                                                                   \
                 float *own_q = q + head * size, *own_mixed = mixed + head * size;                                      \
                 switch (left) {                                                                                        \
-                    case 1: NAME##_1(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break;\
-                    case 2: NAME##_2(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break;\
-                    case 3: NAME##_3(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break;\
-                    default: NAME##_4(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head);      \
+                    case 1: NAME##_1(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break; \
+                    case 2: NAME##_2(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break; \
+                    case 3: NAME##_3(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); break; \
+                    default: NAME##_4(a, keys, values, now, next, own, own_q, own_mixed, highest + head, sums + head); \
                 }                                                                                                      \
                 head += left < MAX_GROUP ? left : MAX_GROUP;                                                           \
             }                                                                                                          \
@@ -640,7 +643,7 @@ static void weigh_row(float *scores, long first, long seen, float softcap, float
         for (long i = 0; i < size; i += LANES) store_f32(mixed + i, load_f32(mixed + i) * shrink);
 }
 
-#define PREFILL(NAME, ANOTHER_TASK, T, LOAD, STORE)                                                                                  \
+#define PREFILL(NAME, ANOTHER_TASK, T, LOAD, STORE)                                                                    \
     static void NAME##_task(void *arguments, long task) {                                                              \
         struct prefill *a = arguments;                                                                                 \
         const struct tile tile = a->tiles[task / a->key_heads];                                                        \
@@ -667,7 +670,7 @@ static void weigh_row(float *scores, long first, long seen, float softcap, float
         long start = a->window && tile.position >= a->window ? tile.position - a->window + 1 : 0;                      \
         for (; start < context; start += PIECE) {                                                                      \
             struct piece piece;                                                                                        \
-            find_piece(&piece, a->block_size, table, start, context);                                                  \
+            find_piece(&piece, PIECE, a->block_size, table, start, context);                                           \
             for (int t = 0; t < PIECE; t++) {                                                                          \
                 long slot = piece.slots[t < piece.count ? t : piece.count - 1];                                        \
                 const T *key = (const T *)a->keys + slot * row + key_head * size;                                      \
@@ -772,7 +775,7 @@ INLINE vec turn_by(vec value, vec turn) {
                 }                                                                                                      \
     }                                                                                                                  \
     /* out = x / sqrt(mean(x * x) + eps) * weight */                                                                   \
-    void rms_norm_##T(const T *x, long stride, const T *weight, T *out, long rows, long size, float eps, int threads) {\
+    void rms_norm_##T(const T *x, long stride, const T *weight, T *out, long rows, long size, float eps, int threads) { \
         struct rows r = {.x = x, .weight = weight, .out = out, .stride = stride, .rows = rows, .size = size};          \
         r.eps = eps;                                                                                                   \
         share_rows(rms_norm_part_##T, &r, threads);                                                                    \

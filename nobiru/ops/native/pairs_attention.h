@@ -37,7 +37,7 @@ static int score_by_pairs(const struct attention *a, const bf16 *keys, const str
                 UNROLL for (int i = 0; i < 16; i++)
                     sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_loadu_si512(rows[i] + at), query);
             }
-            _mm512_storeu_ps(scores + g * PIECE + t, _mm512_mul_ps(totals(sums), _mm512_set1_ps(a->scale)));
+            _mm512_storeu_ps(scores + g * DECODE_PIECE + t, _mm512_mul_ps(totals(sums), _mm512_set1_ps(a->scale)));
         }
     }
     return 1;
@@ -49,10 +49,10 @@ INLINE void mix_pairs(const int group, const struct attention *a, const bf16 *va
     const long size = a->size, row = a->key_heads * size;
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    uint32_t weights[MAX_GROUP][PIECE / 2];
+    uint32_t weights[MAX_GROUP][DECODE_PIECE / 2];
     for (int g = 0; g < group; g++)
         for (int t = 0; t < now->count; t += 16) /* behind the last token scores are 0 */
-            _mm256_storeu_si256((__m256i *)(weights[g] + t / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + g * PIECE + t)));
+            _mm256_storeu_si256((__m256i *)(weights[g] + t / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + g * DECODE_PIECE + t)));
     for (long at = 0; at < size; at += 32) {
         __m512 low[MAX_GROUP], high[MAX_GROUP];
         UNROLL for (int g = 0; g < group; g++) low[g] = high[g] = _mm512_setzero_ps();

@@ -106,7 +106,7 @@ static void prefill_pairs_task(void *arguments, long task) {
     long start = a->window && tile.position >= a->window ? tile.position - a->window + 1 : 0;
     for (start -= start % 16; start < context; start += PIECE) {
         struct piece piece;
-        find_piece(&piece, a->block_size, table, start, context);
+        find_piece(&piece, PIECE, a->block_size, table, start, context);
         pair_up(a, &t, &piece, key_head);
         multiply_all(t.q, size, t.keys, PIECE, size, t.scores, PIECE, padded, (piece.count + 31) / 32 * 32, 0);
         for (long r = 0; r < rows; r++) {

@@ -23,14 +23,14 @@ static void end_scores(void) {
     declared_group = 0;
 }
 
-/* scores [group, PIECE] of the piece's tokens; 0, and nothing done, where keys or heads do not lie as tiles need them.
+/* scores [group, DECODE_PIECE] of the piece's tokens; 0, and nothing done, where keys or heads do not lie as tiles need them.
  * Behind the piece's last token, scores of whatever its block holds are written. `heads` are queries, group by size. */
 static int score_by_tiles(const struct attention *a, const bf16 *keys, const struct piece *now, const bf16 *heads,
                           int group, float *scores) {
     const long size = a->size, row = a->key_heads * size;
     if (!tiles_allowed || size % 32 || a->block_size % TILE_ROWS || now->slots[0] % TILE_ROWS) return 0;
     uint32_t pairs[MAX_SIZE / 2][MAX_GROUP];
-    float turned[PIECE * MAX_GROUP] __attribute__((aligned(64)));
+    float turned[DECODE_PIECE * MAX_GROUP] __attribute__((aligned(64)));
     for (int g = 0; g < group; g++)
         for (long i = 0; i < size / 2; i++) memcpy((uint32_t *)pairs + i * group + g, heads + g * size + 2 * i, 4);
     declare_scores(group);
@@ -61,7 +61,7 @@ static int score_by_tiles(const struct attention *a, const bf16 *keys, const str
     for (int g = 0; g < group; g++)
         for (int t = 0; t < now->count; t += LANES) {
             __m512 found = _mm512_i32gather_ps(places, turned + t * group + g, 4);
-            _mm512_storeu_ps(scores + g * PIECE + t, found * splat(a->scale));
+            _mm512_storeu_ps(scores + g * DECODE_PIECE + t, found * splat(a->scale));
         }
     return 1;
 }
