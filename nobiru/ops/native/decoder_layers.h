@@ -37,7 +37,7 @@ struct decoder {
 /* The batch on its way through one layer. */
 struct pass {
     struct decoder *d;
-    const struct decoder_layer *layer;
+    const struct decoder_layer *layer, *next; /* next: 0 behind the last */
     char *qkv, *attended;
     struct routes routes; /* of a layer with experts */
     long heads, key_heads, size, rows_each, parts; /* rows of a part, and parts of all rows */
@@ -166,7 +166,8 @@ static void behind_attention(void *arguments, long part) {
     }
     normalize_rms(d, layer->mlp_norm, layer->mlp_eps, first, rows, bench.normed);
     in = inputs_of((int)layer->gate_up.by, d->is_half, bench.normed, rows, d->width, bench.inputs);
-    project_gated(&layer->gate_up, &in, rows, d->is_half, bench.inner, 0, layer->down.inputs / WIDTH);
+    project_gated(&layer->gate_up, &in, rows, d->is_half, bench.inner, 0, layer->down.inputs / WIDTH,
+                  (struct upcoming){0});
     in = inputs_of((int)layer->down.by, d->is_half, bench.inner, rows, layer->down.inputs, bench.inputs);
     project(&layer->down, &in, rows, &sum);
     end_pairs(d->uses_tiles);
@@ -177,7 +178,7 @@ static void behind_attention(void *arguments, long part) {
 /* A product of all rows that threads share by panels; gated if there is memory for its values, else as `to` says. */
 struct shared_product {
     const struct decoder *d;
-    const struct matrix *m;
+    const struct matrix *m, *then; /* then: what rows go through next, or 0 */
     struct inputs in;
     const struct finish *to;
     char *gated;
@@ -187,17 +188,21 @@ struct shared_product {
 static void product_part(void *arguments, long part) {
     const struct shared_product *s = arguments;
     const long first = part * s->panels_each, end = first + s->panels_each, last = end < s->panels ? end : s->panels;
+    const long next = first + s->d->threads * s->panels_each, parts = (s->panels + s->panels_each - 1) / s->panels_each;
+    struct upcoming then = {0};
+    if (next < s->panels) then = (struct upcoming){panel_at(s->m, next), s->gated ? panel_at(s->m, next + s->panels) : 0};
+    else if (s->then) then = behind_last(s->then, part + s->d->threads - parts, s->d->threads);
     begin_pairs(s->d->uses_tiles);
-    if (s->gated) project_gated(s->m, &s->in, s->d->tokens, s->d->is_half, s->gated, first, last);
-    else project_panels(s->m, &s->in, s->d->tokens, s->to, first, last);
+    if (s->gated) project_gated(s->m, &s->in, s->d->tokens, s->d->is_half, s->gated, first, last, then);
+    else project_panels(s->m, &s->in, s->d->tokens, s->to, first, last, then);
     end_pairs(s->d->uses_tiles);
 }
 
 static void share_product(const struct decoder *d, const struct matrix *m, const char *rows, char *memory,
-                          const struct finish *to, char *gated) {
+                          const struct finish *to, char *gated, const struct matrix *then) {
     const long panels = (gated ? m->outputs / 2 : m->outputs) / WIDTH;
-    struct shared_product s = {d, m, inputs_of((int)m->by, d->is_half, rows, d->tokens, m->inputs, memory), to, gated,
-                               panels, panels_at_once(panels, d->threads)};
+    struct shared_product s = {d, m, then, inputs_of((int)m->by, d->is_half, rows, d->tokens, m->inputs, memory), to,
+                               gated, panels, panels_at_once(panels, d->threads)};
     in_parallel(product_part, &s, (panels + s.panels_each - 1) / s.panels_each, d->threads);
 }
 
@@ -262,6 +267,7 @@ static int find_routes(struct pass *p) {
                                 .rows_each = p->rows_each, .is_half = d->is_half, .uses_tiles = d->uses_tiles,
                                 .threads = d->threads};
     if (!moe) return 0;
+    p->routes.then = p->is_few && p->next ? &p->next->qkv : 0;
     p->routes.slots = d->expert_slots + moe->layer * moe->experts;
     p->routes.loads = d->loads + moe->layer * moe->experts;
     return take_routes(&p->routes);
@@ -277,7 +283,7 @@ static void few_before_attention(struct pass *p) {
         return;
     }
     normalize_rms(d, layer->attention_norm, layer->attention_eps, 0, d->tokens, bench.normed);
-    share_product(d, &layer->qkv, bench.normed, bench.inputs, &plain, 0);
+    share_product(d, &layer->qkv, bench.normed, bench.inputs, &plain, 0, &layer->out);
     place_rows(p, 0, d->tokens);
 }
 
@@ -290,14 +296,15 @@ static void few_behind_attention(struct pass *p) {
         d->failed = 1;
         return;
     }
-    share_product(d, &layer->out, p->attended, bench.inputs, &sum, 0);
-    if (d->attends_only || layer->moe) {
+    const int hands_over = d->attends_only || layer->moe;
+    share_product(d, &layer->out, p->attended, bench.inputs, &sum, 0, hands_over ? 0 : &layer->gate_up);
+    if (hands_over) {
         in_parallel(hand_over_part, p, p->parts, d->threads);
         return;
     }
     normalize_rms(d, layer->mlp_norm, layer->mlp_eps, 0, d->tokens, bench.normed);
-    share_product(d, &layer->gate_up, bench.normed, bench.inputs, 0, bench.inner);
-    share_product(d, &layer->down, bench.inner, bench.inputs, &sum, 0);
+    share_product(d, &layer->gate_up, bench.normed, bench.inputs, 0, bench.inner, &layer->down);
+    share_product(d, &layer->down, bench.inner, bench.inputs, &sum, 0, p->next ? &p->next->qkv : 0);
 }
 
 static void run_layer(struct pass *p, int is_last) {
@@ -331,6 +338,7 @@ void decode(struct decoder *d) {
     divide(&p);
     for (long number = 0; number < d->num_layers && !d->failed; number++) {
         p.layer = d->layers + number;
+        p.next = number + 1 < d->num_layers ? p.layer + 1 : 0;
         run_layer(&p, number == d->num_layers - 1);
     }
     if (!d->attends_only) normalize_rms(d, d->norm, d->eps, 0, d->tokens, d->out);
@@ -351,6 +359,6 @@ void score(struct scores *s) {
     struct decoder d = {.tokens = s->count, .is_half = 1, .uses_tiles = tiles_allowed, .threads = s->threads};
     struct finish to = {.values = (char *)s->out};
     char *memory = space(SPACE_OF_PART, up_to(s->count, 32) * s->head.inputs * (long)sizeof(bf16));
-    if (memory) share_product(&d, &s->head, s->rows, memory, &to, 0);
+    if (memory) share_product(&d, &s->head, s->rows, memory, &to, 0, 0);
     else s->failed = 1;
 }

@@ -291,9 +291,17 @@ INLINE struct block find_block(const struct matrix *m, long number, long blocks,
     return (struct block){row, (int)((end < rows ? end : rows) - row)};
 }
 
-INLINE struct ahead fetch_of(const struct matrix *m, long panel, long number, long blocks) {
-    const long bytes = panel_bytes(m), turn = m->by == HALVED ? 2 * WIDTH : 4 * WIDTH;
-    return fetch_part((const char *)m->panels + panel * bytes, bytes, number, blocks, turn);
+INLINE const char *panel_at(const struct matrix *m, long panel) { return (const char *)m->panels + panel * panel_bytes(m); }
+
+/* What a thread multiplies by behind its last panel, as far as one knows: meanwhile it is fetched. `ups` is 0 if that has no
+ * panels of its own for the ups of a gated product. */
+struct upcoming {
+    const char *first, *ups;
+};
+
+/* Beside one block of rows by a panel of m, its share of the `next` panel is fetched. */
+INLINE struct ahead fetch_of(const struct matrix *m, const char *next, long number, long blocks) {
+    return fetch_part(next, panel_bytes(m), number, blocks, m->by == HALVED ? 2 * WIDTH : 4 * WIDTH);
 }
 
 /* A panel as the blocks of rows take it: for several of float32 bfloat16 weights are widened once, into `wide`. */
@@ -305,7 +313,7 @@ INLINE float *room_to_widen(const struct matrix *m, long blocks, long panels) {
     return m->by == HALVED && blocks > 1 ? room(panels * m->inputs * WIDTH) : 0;
 }
 static struct panel open_panel(const struct matrix *m, long number, float *wide) {
-    const void *weights = (const char *)m->panels + number * panel_bytes(m);
+    const void *weights = panel_at(m, number);
     if (!wide) return (struct panel){weights, (int)m->by};
     widen(weights, m->inputs * WIDTH, wide);
     return (struct panel){wide, FLOATS};
@@ -313,23 +321,24 @@ static struct panel open_panel(const struct matrix *m, long number, float *wide)
 
 /* A linear layer on some rows, of these panels of outputs: one by one, each read from memory once for all rows. */
 static void project_panels(const struct matrix *m, const struct inputs *in, long rows, const struct finish *to,
-                           long first_panel, long last_panel) {
+                           long first_panel, long last_panel, struct upcoming then) {
     float sums[32 * WIDTH] __attribute__((aligned(64)));
     const long blocks = num_blocks(m, rows);
     float *wide = room_to_widen(m, blocks, 1);
     for (long panel = first_panel; panel < last_panel; panel++) {
         const struct panel w = open_panel(m, panel, wide);
+        const char *next = panel + 1 == last_panel && then.first ? then.first : panel_at(m, panel + 1);
         for (long number = 0; number < blocks; number++) {
             const struct block b = find_block(m, number, blocks, rows);
             multiply_panel(w.by, w.weights, in->rows + b.row * in->stride, in->stride, b.rows, m->inputs,
-                           fetch_of(m, panel, number, blocks), sums);
+                           fetch_of(m, next, number, blocks), sums);
             finish(m->by >= BYTES, m, in, to, sums, b.row, b.rows, panel * WIDTH);
         }
     }
 }
 
 static void project(const struct matrix *m, const struct inputs *in, long rows, const struct finish *to) {
-    project_panels(m, in, rows, to, 0, m->outputs / WIDTH);
+    project_panels(m, in, rows, to, 0, m->outputs / WIDTH, (struct upcoming){0});
 }
 
 /* ---- rows -----------------------------------------------------------------------------------------------------------*/

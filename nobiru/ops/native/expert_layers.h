@@ -9,13 +9,18 @@
 
 /* silu(gates) * ups of some panels of each; m's outputs are all gates, then all ups. */
 static void project_gated(const struct matrix *m, const struct inputs *in, long rows, int is_half, char *values,
-                          long first_panel, long last_panel) {
+                          long first_panel, long last_panel, struct upcoming then) {
     float gates[32 * WIDTH] __attribute__((aligned(64))), ups[32 * WIDTH] __attribute__((aligned(64)));
     const long size = m->outputs / 2, blocks = num_blocks(m, rows), to_ups = size / WIDTH;
     float *wide = room_to_widen(m, blocks, 2);
     for (long panel = first_panel; panel < last_panel; panel++) {
         const struct panel gate_panel = open_panel(m, panel, wide);
         const struct panel up_panel = open_panel(m, panel + to_ups, wide ? wide + m->inputs * WIDTH : 0);
+        const char *next = panel_at(m, panel + 1), *next_ups = panel_at(m, panel + 1 + to_ups);
+        if (panel + 1 == last_panel && then.first) {
+            next = then.first;
+            next_ups = then.ups ? then.ups : next + panel_bytes(m);
+        }
         vec of_gates[2] = {{0}, {0}}, of_ups[2] = {{0}, {0}};
         for (int half = 0; m->bias && half < 2; half++) {
             of_gates[half] = load_f32(m->bias + panel * WIDTH + half * LANES);
@@ -25,9 +30,9 @@ static void project_gated(const struct matrix *m, const struct inputs *in, long 
             const struct block b = find_block(m, number, blocks, rows);
             const char *x = in->rows + b.row * in->stride;
             multiply_panel(gate_panel.by, gate_panel.weights, x, in->stride, b.rows, m->inputs,
-                           fetch_of(m, panel, number, blocks), gates);
+                           fetch_of(m, next, number, blocks), gates);
             multiply_panel(up_panel.by, up_panel.weights, x, in->stride, b.rows, m->inputs,
-                           fetch_of(m, panel + to_ups, number, blocks), ups);
+                           fetch_of(m, next_ups, number, blocks), ups);
             for (int r = 0; r < b.rows; r++)
                 UNROLL for (int half = 0; half < 2; half++) {
                     vec gate = load_f32(gates + r * WIDTH + half * LANES) + of_gates[half];
@@ -38,6 +43,11 @@ static void project_gated(const struct matrix *m, const struct inputs *in, long 
     }
 }
 
+/* Where a shared product by m begins for one of the threads. */
+static struct upcoming behind_last(const struct matrix *m, long thread, long threads) {
+    return (struct upcoming){panel_at(m, thread * panels_at_once(m->outputs / WIDTH, threads)), 0};
+}
+
 struct experts {
     struct matrix gate_up, down; /* of slot 0 */
     const int64_t *slots, *starts; /* group g is rows starts[g] to starts[g + 1], by slot slots[g] */
@@ -45,7 +55,8 @@ struct experts {
     char *out;                     /* [rows, outputs of down], perhaps in the place of rows */
     long groups, slot_bytes, threads;
     int is_half, uses_tiles, failed;
-    char *inner, *inputs; /* of all rows, where they are few */
+    const struct matrix *then; /* what rows go through next; or 0 */
+    char *inner, *inputs;      /* of all rows, where they are few */
     long parts_each, rows_each;
 };
 
@@ -80,28 +91,52 @@ static void expert_block(void *arguments, long part) {
     struct finish to = {.is_half = e->is_half, .values = e->out + first * expert_row(e, down.outputs)};
     begin_pairs(e->uses_tiles);
     struct inputs in = inputs_of((int)gate_up.by, e->is_half, e->rows + first * expert_row(e, width), rows, width, memory);
-    project_gated(&gate_up, &in, rows, e->is_half, memory + of_inputs, 0, inner / WIDTH);
+    project_gated(&gate_up, &in, rows, e->is_half, memory + of_inputs, 0, inner / WIDTH, (struct upcoming){0});
     in = inputs_of((int)down.by, e->is_half, memory + of_inputs, rows, inner, memory);
     project(&down, &in, rows, &to);
     end_pairs(e->uses_tiles);
 }
 
+/* The weights of one part of a product: those of a group, and which of their panels. */
+struct expert_part {
+    struct matrix m;
+    long group, first, last;
+};
+static struct expert_part find_expert_part(const struct experts *e, long part, int gates) {
+    struct expert_part p = {.group = part / e->parts_each};
+    p.m = of_slot(e, gates ? &e->gate_up : &e->down, p.group);
+    const long panels = (gates ? p.m.outputs / 2 : p.m.outputs) / WIDTH, number = part % e->parts_each;
+    p.first = number * panels / e->parts_each, p.last = (number + 1) * panels / e->parts_each;
+    return p;
+}
+
+/* Of the part that this thread takes behind one, if all threads are equally fast. */
+static struct upcoming behind_expert_part(const struct experts *e, long part, int gates) {
+    const long next = part + e->threads, parts = e->groups * e->parts_each, left = next - parts;
+    if (left >= parts) return (struct upcoming){0};
+    if (left >= 0 && !gates) return e->then ? behind_last(e->then, left, e->threads) : (struct upcoming){0};
+    const struct expert_part p = find_expert_part(e, left < 0 ? next : left, gates && left < 0);
+    const char *first = panel_at(&p.m, p.first);
+    return (struct upcoming){first, gates && left < 0 ? panel_at(&p.m, p.first + p.m.outputs / 2 / WIDTH) : 0};
+}
+
 /* Some panels of one product for all rows of a group; of the first if `gates`, else of the second. */
 static void expert_panels(struct experts *e, long part, int gates) {
-    const long group = part / e->parts_each, start = e->starts[group], rows = e->starts[group + 1] - start;
-    const struct matrix m = of_slot(e, gates ? &e->gate_up : &e->down, group);
-    const long panels = (gates ? m.outputs / 2 : m.outputs) / WIDTH, number = part % e->parts_each;
-    const long first = number * panels / e->parts_each, last = (number + 1) * panels / e->parts_each;
+    const struct expert_part own = find_expert_part(e, part, gates);
+    const struct matrix m = own.m;
+    const long group = own.group, start = e->starts[group], rows = e->starts[group + 1] - start;
+    const struct upcoming then = behind_expert_part(e, part, gates);
     const long row = expert_row(e, m.inputs);
     /* Where rows have to lie as tiles they were arranged before, each group's from a whole tile on. */
     const char *x = is_tiled((int)m.by) ? e->inputs + (start + 32 * group) * row : (gates ? e->rows : e->inner) + start * row;
     struct inputs in = {x, row, 0, 0};
     begin_pairs(e->uses_tiles);
     if (gates) {
-        project_gated(&m, &in, rows, e->is_half, e->inner + start * expert_row(e, e->down.inputs), first, last);
+        project_gated(&m, &in, rows, e->is_half, e->inner + start * expert_row(e, e->down.inputs), own.first, own.last,
+                      then);
     } else {
         struct finish to = {.is_half = e->is_half, .values = e->out + start * expert_row(e, m.outputs)};
-        project_panels(&m, &in, rows, &to, first, last);
+        project_panels(&m, &in, rows, &to, own.first, own.last, then);
     }
     end_pairs(e->uses_tiles);
 }

@@ -14,6 +14,7 @@ struct moe {
 
 struct routes {
     const struct moe *moe;
+    const struct matrix *then; /* as in struct experts */
     const char *rows;     /* [tokens, width] */
     const int64_t *slots; /* [experts] */
     int64_t *loads;       /* [experts]: how many rows each gets */
@@ -136,6 +137,7 @@ static int visit_experts(struct routes *r) {
     in_parallel(gather_part, r, parts, r->threads);
     struct experts e = {.gate_up = m->gate_up, .down = m->down, .slots = r->group_slots, .starts = r->starts,
                         .rows = r->sorted, .out = r->sorted, .groups = r->groups, .slot_bytes = m->slot_bytes,
+                        .then = r->then,
                         .threads = r->threads, .is_half = r->is_half, .uses_tiles = r->uses_tiles};
     compute_experts(&e);
     in_parallel(add_part, r, parts, r->threads);

@@ -29,7 +29,7 @@ class _Experts(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "starts", "rows", "out")),
         *((name, ctypes.c_long) for name in ("groups", "slot_bytes", "threads")),
         *((name, ctypes.c_int) for name in ("is_half", "uses_tiles", "failed")),
-        *((name, ctypes.c_void_p) for name in ("inner", "inputs")),
+        *((name, ctypes.c_void_p) for name in ("then", "inner", "inputs")),
         *((name, ctypes.c_long) for name in ("parts_each", "rows_each")),
     )
 

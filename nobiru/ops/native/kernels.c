@@ -202,9 +202,9 @@ struct ahead {
     long step; /* bytes for each turn of a tile's loop */
 };
 
-/* For tile number `number` of `tiles`; a turn takes `turn` bytes of the panel. */
-INLINE struct ahead fetch_part(const void *panel, long bytes, long number, long tiles, long turn) {
-    return (struct ahead){(const char *)panel + bytes + number * bytes / tiles, (turn + tiles - 1) / tiles};
+/* For tile number `number` of `tiles`, of the `bytes` at `next`; a turn takes `turn` bytes of the panel. */
+INLINE struct ahead fetch_part(const char *next, long bytes, long number, long tiles, long turn) {
+    return (struct ahead){next + number * bytes / tiles, (turn + tiles - 1) / tiles};
 }
 INLINE void fetch_next(struct ahead *ahead) {
     __builtin_prefetch(ahead->next, 0, 2);
@@ -304,7 +304,8 @@ INLINE void tile_pairs(const int rows, const bf16 *w, const bf16 *x, long stride
             long first = block * rows / blocks, last = (block + 1) * rows / blocks;                                    \
             const X *x = all_x + first * stride;                                                                       \
             const long turn = WIDTH * (long)sizeof(WEIGHT);                                                            \
-            struct ahead ahead = fetch_part(w, inputs * turn, block, blocks, sizeof(X) == 2 ? 2 * turn : turn);        \
+            const char *next = (const char *)(w + inputs * WIDTH);                                                     \
+            struct ahead ahead = fetch_part(next, inputs * turn, block, blocks, sizeof(X) == 2 ? 2 * turn : turn);     \
             float sums[MAX_ROWS * WIDTH];                                                                              \
             switch (last - first) { ALL_CASES(TILE_NAME) }                                                             \
             PUT_NAME(sums, (int)(last - first), y + first * outputs, outputs, count, bias);                            \
