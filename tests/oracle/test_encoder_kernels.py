@@ -283,12 +283,13 @@ def test_no_kernels_for_float16() -> None:
     width=st.sampled_from([64, 384, 1024]),
 )
 def test_runs_are_all_sequences_and_even(lengths: list[int], threads: int, width: int) -> None:
-    sizes = np.array(sorted(lengths))
-    bounds = plan_runs(sizes, threads, width)
-    assert bounds[0] == 0 and bounds[-1] == len(lengths) and (np.diff(bounds) > 0).all()
-    if bounds.size > 2:
-        work = np.add.reduceat(sizes * (6 * width + sizes), bounds[:-1])
-        assert work.max() * threads <= 1.5 * work.sum()
+    sizes = np.array(lengths)
+    runs = plan_runs(sizes, threads, width)
+    firsts, ends = runs[runs[:, 0].argsort()].T
+    assert firsts[0] == 0 and ends[-1] == len(lengths) and (firsts < ends).all() and (firsts[1:] == ends[:-1]).all()
+    if len(runs) > 1:
+        work = [(part * (6 * width + part)).sum() for part in (sizes[first:end] for first, end in runs)]
+        assert max(work) * threads <= 1.5 * sum(work) and work == sorted(work, reverse=True)
 
 
 @given(rows=st.integers(1, 9), columns=st.integers(1, 40), scale=st.floats(1e-20, 1e20), zero=st.booleans())

@@ -28,8 +28,9 @@ from nobiru.ops.quantize import quantize_rows
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 GRAIN = 32  # sizes of matrices have to be multiples of this
 _TILE_BYTES = 64
-# A run of about so many tokens keeps a small model's hidden states in a core's cache, and reads weights seldom enough.
-_RUN_TOKENS = 256
+# A run of about so many tokens keeps a small model's hidden states in a core's cache, and reads weights seldom enough: the
+# kernels take no more of them at a time.
+_RUN_TOKENS = 128
 # One run may have this many times the mean work; sequences that cannot be cut as evenly go stage by stage.
 _MAX_IMBALANCE = 1.5
 
@@ -88,7 +89,7 @@ def choose_product(stored: torch.dtype, *, in_pairs: bool, has_tiles: bool) -> A
 
 
 def plan_runs(lengths_B: NDArray[np.int64], num_threads: int, width: int) -> NDArray[np.int64]:
-    """The sequences at which runs begin, and the end: runs of similar work, as many for each thread.
+    """First sequence and end of each run, [N, 2], of similar work, most work first: threads then end at about one time.
 
     One run where there are not enough sequences to occupy all threads. A token's work is that of its linear layers plus
     attention, which grows with the length of its sequence.
@@ -101,7 +102,9 @@ def plan_runs(lengths_B: NDArray[np.int64], num_threads: int, width: int) -> NDA
     bounds = np.unique(np.concatenate(([0], cuts, [num_seqs])))
     work = np.diff(np.concatenate(([0], work_B))[bounds])
     is_even = int(work.max()) * num_threads <= _MAX_IMBALANCE * int(work_B[-1])
-    return bounds if is_even and num_tokens >= GRAIN * num_threads else np.array([0, num_seqs])
+    if not is_even or num_tokens < GRAIN * num_threads:
+        return np.array([[0, num_seqs]])
+    return np.ascontiguousarray(np.stack([bounds[:-1], bounds[1:]], axis=1)[np.argsort(-work, kind="stable")])
 
 
 class MatrixStruct(ctypes.Structure):
@@ -332,7 +335,7 @@ class EncoderKernels:
             None if rows_R is None else rows_R.ctypes.data,
             0 if rows_R is None else rows_R.size,
             len(layers),
-            runs.size - 1,
+            len(runs),
             width,
             shape.inner,
             shape.num_heads,

@@ -35,7 +35,7 @@ struct encoder {
     const struct layer *layers;
     void *hidden;              /* [tokens, width]: inputs, and outputs; float32 or bfloat16 */
     const int64_t *starts;     /* [sequences + 1] */
-    const int64_t *runs;       /* [num_runs + 1]: first sequences, and the end */
+    const int64_t *runs;       /* [num_runs, 2]: first sequences, and ends */
     const float *bias;         /* as in struct heads */
     const int64_t *wanted;     /* [num_wanted]: if not 0, the tokens that get behind the last layer's attention */
     long num_wanted, num_layers, num_runs, width, inner, heads, bias_rows, bias_stride;
@@ -505,7 +505,7 @@ static void open_up(const struct run *run) {
 static void encode_run(void *arguments, long number) {
     struct encoder *e = arguments;
     struct run run;
-    if (begin_run(&run, e, e->runs[number], e->runs[number + 1] - e->runs[number])) {
+    if (begin_run(&run, e, e->runs[2 * number], e->runs[2 * number + 1] - e->runs[2 * number])) {
         e->failed = 1;
         return;
     }
