@@ -171,7 +171,7 @@ void compute_experts(struct experts *e) {
         return;
     }
     e->inputs = e->inner + of_inner;
-    e->parts_each = (8 * e->threads + e->groups - 1) / e->groups;
+    e->parts_each = (24 * e->threads + e->groups - 1) / e->groups;
     arrange_groups(e, &e->gate_up, e->rows);
     in_parallel(expert_gates_part, e, e->groups * e->parts_each, (int)e->threads);
     arrange_groups(e, &e->down, e->inner);
