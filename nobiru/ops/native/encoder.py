@@ -28,8 +28,8 @@ from nobiru.ops.quantize import quantize_rows
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 GRAIN = 32  # sizes of matrices have to be multiples of this
 _TILE_BYTES = 64
-# A run of about so many tokens keeps a small model's hidden states in a core's cache, and reads weights seldom enough: the
-# kernels take no more of them at a time.
+# A run of about so many tokens keeps a small model's hidden states in a core's cache, and reads weights seldom enough:
+# the kernels take no more of them at a time.
 _RUN_TOKENS = 128
 # One run may have this many times the mean work; sequences that cannot be cut as evenly go stage by stage.
 _MAX_IMBALANCE = 1.5
