@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 
@@ -47,7 +48,7 @@ class Ended:
         return self._how
 
 
-class StartedProcess:
+class StartedProcess(ABC):
     """A process of this machine; whoever waits for its end tells `_ended`."""
 
     node = "127.0.0.1"
@@ -64,9 +65,9 @@ class StartedProcess:
         """Until the process has ended; how it ended, in words."""
         return await self._ended.heard()
 
+    @abstractmethod
     def kill(self) -> None:
         """End it now, also when it is stopped."""
-        raise NotImplementedError
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end; kill it when it takes longer. Whether it ended by itself."""

@@ -182,16 +182,16 @@ struct shared_product {
     struct inputs in;
     const struct finish *to;
     char *gated;
-    long panels, panels_each;
+    long panels, panels_each, parts;
 };
 
 static void product_part(void *arguments, long part) {
     const struct shared_product *s = arguments;
     const long first = part * s->panels_each, end = first + s->panels_each, last = end < s->panels ? end : s->panels;
-    const long next = first + s->d->threads * s->panels_each, parts = (s->panels + s->panels_each - 1) / s->panels_each;
+    const long next = first + s->d->threads * s->panels_each;
     struct upcoming then = {0};
     if (next < s->panels) then = (struct upcoming){panel_at(s->m, next), s->gated ? panel_at(s->m, next + s->panels) : 0};
-    else if (s->then) then = behind_last(s->then, part + s->d->threads - parts, s->d->threads);
+    else if (s->then) then = behind_last(s->then, part + s->d->threads - s->parts, s->d->threads);
     begin_pairs(s->d->uses_tiles);
     if (s->gated) project_gated(s->m, &s->in, s->d->tokens, s->d->is_half, s->gated, first, last, then);
     else project_panels(s->m, &s->in, s->d->tokens, s->to, first, last, then);
@@ -202,8 +202,9 @@ static void share_product(const struct decoder *d, const struct matrix *m, const
                           const struct finish *to, char *gated, const struct matrix *then) {
     const long panels = (gated ? m->outputs / 2 : m->outputs) / WIDTH;
     struct shared_product s = {d, m, then, inputs_of((int)m->by, d->is_half, rows, d->tokens, m->inputs, memory), to,
-                               gated, panels, panels_at_once(panels, d->threads)};
-    in_parallel(product_part, &s, (panels + s.panels_each - 1) / s.panels_each, d->threads);
+                               gated, panels, panels_at_once(panels, d->threads), 0};
+    s.parts = (panels + s.panels_each - 1) / s.panels_each;
+    in_parallel(product_part, &s, s.parts, d->threads);
 }
 
 static void hand_over_part(void *arguments, long part) {
@@ -307,14 +308,14 @@ static void few_behind_attention(struct pass *p) {
     share_product(d, &layer->down, bench.inner, bench.inputs, &sum, 0, p->next ? &p->next->qkv : 0);
 }
 
-static void run_layer(struct pass *p, int is_last) {
+static void run_layer(struct pass *p) {
     struct decoder *d = p->d;
     p->routes.moe = 0;
     if (p->is_few) few_before_attention(p);
     else in_parallel(before_attention, p, p->parts, d->threads);
     if (d->failed) return;
     attend(p);
-    if (is_last && d->drops_others) keep_wanted(p);
+    if (!p->next && d->drops_others) keep_wanted(p);
     if (!d->tokens) return;
     if (find_routes(p)) {
         d->failed = 1;
@@ -339,7 +340,7 @@ void decode(struct decoder *d) {
     for (long number = 0; number < d->num_layers && !d->failed; number++) {
         p.layer = d->layers + number;
         p.next = number + 1 < d->num_layers ? p.layer + 1 : 0;
-        run_layer(&p, number == d->num_layers - 1);
+        run_layer(&p);
     }
     if (!d->attends_only) normalize_rms(d, d->norm, d->eps, 0, d->tokens, d->out);
 }
