@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def test_a_prompt_that_kills_ranks_fails_alone(nodes: Nodes, language_model: Pat
             assert client.status()["epoch"] >= 3
 
     asyncio.run(main())
+    nodes.assert_nothing_is_left()
 
 
 def test_how_a_rank_ended_is_told(launcher: RayLauncher) -> None:
@@ -140,6 +142,16 @@ def test_a_rank_without_a_place_and_one_that_is_killed(
 
     asyncio.run(main())
     launcher.close()
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.2, 1.0])
+def test_ranks_that_are_starting_end_with_their_launcher(launcher: RayLauncher, nodes: Nodes, delay_s: float) -> None:
+    ranks = [launcher.launch(b"wait"), launcher.launch(b"die")]
+    time.sleep(delay_s)
+    launcher.close()
+    assert all(rank.has_ended for rank in ranks)
+    assert not ray.is_initialized()
     nodes.assert_nothing_is_left()
 
 

@@ -36,6 +36,9 @@ CONNECT_TIMEOUT_S = 10.0
 PLACE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
 POLL_S = 0.5
+# How long a rank that was killed before it had a place still waits for one: Ray loses the CPUs of a place that is given
+# back while it is being made, when this process then leaves the cluster.
+MAKE_PLACE_S = 2.0
 NODES_POLL_S = 1.0
 # After a kill, how long to wait for Ray to say that the actor is gone. It cannot when the machine is.
 KILL_TIMEOUT_S = 5.0
@@ -150,7 +153,7 @@ class RayRank:
         import ray
 
         self.kill()
-        if self._place is not None and ray.is_initialized():
+        if self._place is not None and ray.is_initialized():  # else Ray would connect anew, to any cluster it finds
             ray.util.remove_placement_group(self._place)
 
     def _live(self) -> str:
@@ -160,7 +163,7 @@ class RayRank:
         place = self._place = ray.util.placement_group([{"CPU": self._num_cpus}], strategy="STRICT_PACK")
         end_s, had_room = time.monotonic() + PLACE_TIMEOUT_S, self._has_room()
         while not place.wait(POLL_S):
-            if self._killed_s < math.inf:
+            if time.monotonic() > self._killed_s + MAKE_PLACE_S:
                 return "was ended before it had a place"
             if had_room and not self._has_room():
                 return f"found no node of the Ray cluster with {self._num_cpus} free CPUs: a node has gone meanwhile"
@@ -177,12 +180,24 @@ class RayRank:
                 return "was ended before it began"
             self._actor = host.remote()
         started = self._actor.start.remote(self._entry, self._spec, self._environment, self._num_cpus)
-        self.pid, self.node = ray.get(started, timeout=START_TIMEOUT_S)
+        if not self._wait(started, START_TIMEOUT_S):
+            return self._unanswered()
+        self.pid, self.node = ray.get(started)
         ended = self._actor.ended.remote()
-        while not ray.wait([ended], timeout=POLL_S)[0]:
-            if time.monotonic() > self._killed_s + KILL_TIMEOUT_S:
-                return f"{self._why}, and its node does not answer"
-        return describe_exit(ray.get(ended))
+        return describe_exit(ray.get(ended)) if self._wait(ended, math.inf) else self._unanswered()
+
+    def _wait(self, answer: Any, timeout_s: float) -> bool:
+        """Whether the actor answers within that time, and soon after it was killed."""
+        import ray
+
+        end_s = time.monotonic() + timeout_s
+        while not ray.wait([answer], timeout=POLL_S)[0]:
+            if time.monotonic() > min(end_s, self._killed_s + KILL_TIMEOUT_S):
+                return False
+        return True
+
+    def _unanswered(self) -> str:
+        return f"{self._why or f'did not start in {START_TIMEOUT_S:.0f} s'}, and its node does not answer"
 
     def _kill_actor(self) -> None:
         import ray
@@ -250,11 +265,15 @@ class RayLauncher:
         return rank
 
     def close(self) -> None:
-        """Leave the cluster, at which a new one ends, and all actors do."""
+        """End all ranks and leave the cluster, at which a new one ends."""
         import ray
 
         self._is_closed.set()
-        self._watcher.join(NODES_POLL_S)
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:  # what its thread asked of Ray later would connect it anew, to any cluster it finds
+            rank.join(0)
+        self._watcher.join(CONNECT_TIMEOUT_S)
         if self._has_connected:
             ray.shutdown()
 
