@@ -82,7 +82,10 @@ def test_a_death_during_growth_costs_no_token(moe_model: Path, expected: list[li
         document = client.operations.request(size=3)
         await until(lambda: client.ranks.holds.num_waiting("load") == 1)
         place = 1 if victim == "member" else 2
-        os.kill(client.status()["ranks"][place]["pid"], signal.SIGKILL)
+        dead = client.status()["ranks"][place]
+        os.kill(dead["pid"], signal.SIGKILL)
+        await until(lambda: dead["rank_id"] not in {rank["rank_id"] for rank in client.status()["ranks"]})
+        client.ranks.holds.release()
         assert (await ended(client, document["operation_id"]))["phase"] == "rolled_back"
         await whole(client, 2)
 
