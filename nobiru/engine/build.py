@@ -17,7 +17,7 @@ from nobiru import env, machine
 from nobiru.config import EngineConfig
 from nobiru.engine.core import EngineCore
 from nobiru.engine.expert_member import ExpertMember
-from nobiru.engine.limits import default_token_budget, scheduler_config
+from nobiru.engine.limits import default_token_budget, scheduler_config, timed_token_budget
 from nobiru.engine.messages import Inventory, MemoryUse
 from nobiru.engine.rank_spec import Place
 from nobiru.engine.shares import check_team, inventory, load_share, make_expert_worker
@@ -65,21 +65,23 @@ def build_engine(
     config: EngineConfig,
     *,
     default_budget: int,
+    step_s: float | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     place: Place | None = None,
     worker_timeout_s: float = SILENCE_S,
 ) -> Engine:
     """Load the model of `config`; raises `ConfigError` or `ModelFolderError`.
 
-    `default_budget` is the number of tokens an encoder's step takes on a CPU when `config` does not say. `place` is a
-    rank's among others. A worker that gives no sign of life for `worker_timeout_s` is killed.
+    `default_budget` is the number of tokens an encoder's step takes on a CPU when `config` does not say; with `step_s`
+    more, if they take no longer than that. `place` is a rank's among others. A worker that gives no sign of life for
+    `worker_timeout_s` is killed.
     """
     num_threads = config.num_threads or max(1, machine.default_num_threads() // config.tensor_parallel_size)
     torch.set_num_threads(num_threads)
     folder = read_folder(Path(config.model), max_model_len=config.max_model_len)
     place = place or Place()
     if config.tensor_parallel_size == 1:
-        return _assemble(config, folder, place, None, num_threads, default_budget, on_plan)
+        return _assemble(config, folder, place, None, num_threads, default_budget, on_plan, step_s)
     check_team(config, folder)
     team = Team(config, num_threads=num_threads, place=place, silence_s=worker_timeout_s)
     try:
@@ -122,6 +124,7 @@ def _assemble(
     num_threads: int,
     default_budget: int,
     on_plan: Callable[[Plan], None],
+    step_s: float | None = None,
 ) -> Engine:
     runner = _load(config, folder, place, team)
     pool = _make_cache(runner, config, folder, team) if isinstance(runner, CausalRunner) else None
@@ -129,6 +132,8 @@ def _assemble(
     runner.warm_up()
     on_cuda = runner.device_type == "cuda"
     budget = default_token_budget(folder, default=default_budget, on_cuda=on_cuda)
+    if step_s is not None and config.max_num_batched_tokens is None and isinstance(runner, PoolingRunner):
+        budget = _timed_budget(runner, step_s, least=budget)
     limits = scheduler_config(config, folder, default_budget=budget)
     plans_ahead = on_cuda if config.async_scheduling is None else config.async_scheduling
     plans_ahead = plans_ahead and member is None  # members plan after they have agreed to step
@@ -237,6 +242,13 @@ def _make_executor(runner: RunnerLike, *, retries: bool) -> Executor:
         is_out_of_memory=device_errors.is_out_of_memory,
         free_memory=device_errors.free_memory,
     )
+
+
+def _timed_budget(runner: PoolingRunner, step_s: float, *, least: int) -> int:
+    """Timed only where a quarter of the least step promises that more could fit, so that slow models start no later."""
+    if runner.device_type == "cuda" or runner.tokens_per_s(least // 4) * step_s < least:
+        return least
+    return timed_token_budget(runner.tokens_per_s(least), step_s, least=least)
 
 
 def _make_worker(num_threads: int) -> ThreadPoolExecutor:

@@ -9,9 +9,12 @@ from nobiru.config import EngineConfig, SchedulerConfig
 from nobiru.errors import ConfigError
 from nobiru.folder.spec import ModelFolder
 
-# A step's tokens where the user does not say. A CPU is busy with 1,024 tokens; with twice as many it is a few per cent
-# faster, and everybody waits twice as long. Without anybody who waits, the few per cent count.
+# A step's tokens where the user does not say. A CPU is busy with 1,024 tokens; with twice as many it is some per cent
+# faster, and everybody waits twice as long. Without anybody who waits, the few per cent count; and a server's encoder
+# takes as many as it computes in a tenth of a second, if those are more.
 SERVER_TOKEN_BUDGET = 1024
+SERVER_STEP_S = 0.1
+MAX_TIMED_TOKEN_BUDGET = 4096
 OFFLINE_TOKEN_BUDGET = 2048
 CUDA_TOKEN_BUDGET = 16384
 # Between two steps of a generating model many people wait for their next token, which a prefill must not delay long.
@@ -25,6 +28,12 @@ def default_token_budget(folder: ModelFolder, *, default: int, on_cuda: bool) ->
         on_cpu = SERVER_GENERATION_TOKEN_BUDGET if default == SERVER_TOKEN_BUDGET else default
         return CUDA_GENERATION_TOKEN_BUDGET if on_cuda else on_cpu
     return CUDA_TOKEN_BUDGET if on_cuda else default
+
+
+def timed_token_budget(tokens_per_s: float, step_s: float, *, least: int) -> int:
+    """The tokens that take about `step_s`, rounded down, but not fewer than `least` and not too many."""
+    fitting = min(int(tokens_per_s * step_s), MAX_TIMED_TOKEN_BUDGET)
+    return max(least, fitting - fitting % 256)
 
 
 def scheduler_config(config: EngineConfig, folder: ModelFolder, *, default_budget: int) -> SchedulerConfig:

@@ -27,7 +27,7 @@ import zmq
 from nobiru import env
 from nobiru.engine import messages
 from nobiru.engine.core import EngineCore, StepOutput
-from nobiru.engine.limits import SERVER_TOKEN_BUDGET
+from nobiru.engine.limits import SERVER_STEP_S, SERVER_TOKEN_BUDGET
 from nobiru.engine.messages import (
     Abandon,
     Abort,
@@ -421,6 +421,7 @@ def serve(
         engine = build_engine(
             spec.engine,
             default_budget=SERVER_TOKEN_BUDGET,
+            step_s=SERVER_STEP_S,
             on_plan=lambda plan: recorder.step_begins([each.seq_id for each in plan.sequences]),
             place=spec.place,
             worker_timeout_s=spec.worker_timeout_s,

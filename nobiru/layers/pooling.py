@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nobiru.folder.spec import PoolingSpec
 from nobiru.ops.layout import PackedLayout
+from nobiru.ops.native.encoder_ends import ends_for
 
 
 class Pooler:
@@ -79,6 +80,8 @@ class _Kept:
         layout = self._layout
         if self._skipped_B.any():
             weights_T = np.where(layout.positions >= np.repeat(self._skipped_B, layout.lengths_B), weights_T, 0.0)
+        if (ends := ends_for(self._hidden_TC)) is not None:
+            return ends.sum_tokens(self._hidden_TC, weights_T.astype(np.float32), layout.bounds)
         tokens_T = layout.to_device(np.arange(layout.num_tokens))
         return F.embedding_bag(
             tokens_T,

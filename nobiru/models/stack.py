@@ -23,6 +23,7 @@ from nobiru.layers.encoder import BlockShape, Layers, make_layers
 from nobiru.models.config import ConfigFields, StackConfig
 from nobiru.models.weights import ModelWeights, Precision
 from nobiru.ops.layout import PackedLayout
+from nobiru.ops.native.encoder_ends import ends_for
 from nobiru.ops.scratch import Scratch
 
 
@@ -55,6 +56,10 @@ class Embeddings:
     padding_id: int | None = None
 
     def __call__(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+        if (ends := ends_for(self.words_VC, self.positions_PC)) is not None:
+            norm = (self.norm.weight_C, self.norm.bias_C, self.norm.eps)
+            places_T = self._places_T(token_ids_T, layout)
+            return ends.embed(token_ids_T, places_T, self.words_VC, self.positions_PC, norm)
         words_TC = F.embedding(token_ids_T, self.words_VC).to(self.positions_PC.dtype)
         return self.norm(words_TC.add_(F.embedding(self._places_T(token_ids_T, layout), self.positions_PC)))
 

@@ -7,6 +7,7 @@ threads to use is set by whoever starts the process, with `torch.set_num_threads
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -139,6 +140,15 @@ class PoolingRunner:
             "attention": self._encoder.attention,
             "arithmetic": self._encoder.arithmetic,
         }
+
+    def tokens_per_s(self, num_tokens: int) -> float:
+        """Of a batch of about that many tokens, timed once, after another that makes room for it."""
+        length = min(128, self._max_model_len)
+        batch = [SequenceInput(token_ids=np.zeros(length, dtype=np.int32))] * max(1, num_tokens // length)
+        self.run(batch)
+        started_s = time.perf_counter()
+        self.run(batch)
+        return length * len(batch) / (time.perf_counter() - started_s)
 
     def warm_up(self) -> None:
         """Run a few small batches, so that the first request does not pay for loading kernels and starting threads."""

@@ -32,6 +32,7 @@ _HEADERS = tuple(
         "pairs_prefill",
         "encoder_attention",
         "encoder_layers",
+        "encoder_ends",
         "expert_layers",
         "expert_routes",
         "decoder_layers",

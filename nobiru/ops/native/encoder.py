@@ -127,7 +127,7 @@ def matrix_of(weight: PackedWeight, *, has_tiles: bool) -> MatrixStruct:
     )
 
 
-class _Norm(ctypes.Structure):
+class NormStruct(ctypes.Structure):
     """`struct norm` of the source."""
 
     _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("eps", ctypes.c_float))
@@ -138,7 +138,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "out", "up", "down")),
-        *((name, _Norm) for name in ("attention_norm", "output_norm")),
+        *((name, NormStruct) for name in ("attention_norm", "output_norm")),
     )
 
 
@@ -202,7 +202,7 @@ class ArrangedLayer:
     def struct(self) -> _Layer:
         """What the kernels read, made once; it points to the tensors above."""
         matrices = (each.as_struct() for each in (self.qkv, self.out, self.up, self.down))
-        norms = (_Norm(address(w), address(b), eps) for w, b, eps in (self.attention_norm, self.output_norm))
+        norms = (NormStruct(address(w), address(b), eps) for w, b, eps in (self.attention_norm, self.output_norm))
         return _Layer(*matrices, *norms)
 
 

@@ -841,6 +841,7 @@ void largest_places(const float *x, long stride, int64_t *places, long rows, lon
 #include "experts.h"
 #include "encoder_attention.h"
 #include "encoder_layers.h"
+#include "encoder_ends.h"
 #include "expert_layers.h"
 #include "expert_routes.h"
 #include "decoder_layers.h"
