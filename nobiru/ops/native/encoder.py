@@ -98,7 +98,12 @@ def plan_runs(lengths_B: NDArray[np.int64], num_threads: int, width: int) -> NDA
     num_tokens, num_seqs = int(lengths_B.sum()), lengths_B.size
     num_runs = -(-num_tokens // _RUN_TOKENS)
     num_runs = min(-(-num_runs // num_threads) * num_threads, num_seqs)
-    cuts = np.searchsorted(work_B, work_B[-1] * np.arange(1, num_runs) / num_runs) + 1
+    shares = np.ones(num_runs)
+    if 4 * num_threads <= num_runs < 8 * num_threads:
+        # Waiting for the last run is a good part of such a batch, so the last ones are short.
+        small = np.repeat((0.25, 0.5), (2 * num_threads, num_threads))
+        shares = np.concatenate((small, shares[num_threads:]))
+    cuts = np.searchsorted(work_B, work_B[-1] * np.cumsum(shares)[:-1] / shares.sum()) + 1
     bounds = np.unique(np.concatenate(([0], cuts, [num_seqs])))
     work = np.diff(np.concatenate(([0], work_B))[bounds])
     is_even = int(work.max()) * num_threads <= _MAX_IMBALANCE * int(work_B[-1])
