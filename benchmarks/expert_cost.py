@@ -35,6 +35,7 @@ from nobiru.engine.core import EngineCore
 from nobiru.engine.expert_member import ExpertMember
 from nobiru.engine.limits import SERVER_TOKEN_BUDGET
 from nobiru.engine.messages import Form
+from nobiru.engine.rank_spec import Place
 from nobiru.engine.sequences import generation_sequence
 from nobiru.engine.shares import first_placement
 from nobiru.layers.moe import Dispatched, Dispatcher
@@ -111,7 +112,7 @@ def run_rank(work: Work, position: int) -> dict[str, float]:
         enable_expert_parallel=True,
         kv_cache_memory_bytes=200_000_000,
     )
-    engine = build_engine(config, default_budget=SERVER_TOKEN_BUDGET, position=position)
+    engine = build_engine(config, default_budget=SERVER_TOKEN_BUDGET, place=Place(position=position))
     assert isinstance(engine.runner, CausalRunner) and engine.runner.moe is not None and engine.member is not None
     moe, member = engine.runner.moe, engine.member
     member.form(_form(first_placement(config, moe.num_layers, moe.num_experts), work, position))

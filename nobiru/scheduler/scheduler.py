@@ -25,6 +25,7 @@ sampled as known. Only `update` advances anything for good; `abandon` undoes pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
@@ -55,6 +56,7 @@ class Scheduler:
         self._aborted: set[int] = set()  # aborted while in flight: their result is dropped by `update`
         self._last_step_served_aged = False
         self._last_step_was_alone = False
+        self._passed_s = -math.inf  # when an urgent sequence last passed others
 
     @property
     def has_work(self) -> bool:
@@ -95,7 +97,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> Plan | None:
         """The next step, or None when nothing can run (with nothing in flight: when there is no work)."""
-        step = Step(self.config)
+        step = Step(self.config, self._max_num_tokens(now_s))
         num_preemptions = -1
         while not len(step) and num_preemptions != self.num_preemptions:  # all of them may have lost their blocks
             num_preemptions = self.num_preemptions
@@ -108,6 +110,12 @@ class Scheduler:
                 if (state := part.sequence.causal) is not None:
                     state.num_in_flight_tokens += part.num_tokens
         return plan
+
+    def _max_num_tokens(self, now_s: float) -> int:
+        """Of a step. While urgent sequences come, an encoder's next step is never far."""
+        most = self.config.max_num_batched_tokens
+        in_hurry = self._tables is None and now_s < self._passed_s + self.config.hurry_s
+        return min(most, self.config.hurried_step_tokens) if in_hurry else most
 
     def confirm(self, plan: Plan) -> Plan | None:
         """The plan without sequences that ended or were aborted since it was made, while the one before ran."""
@@ -231,6 +239,7 @@ class Scheduler:
         oldest = self.waiting.oldest()
         if oldest is None or oldest.priority <= first.priority:
             return None
+        self._passed_s = now_s
         return oldest if now_s - oldest.arrival_s >= self.config.age_limit_s else None
 
     def _is_full(self, step: Step, candidate: Sequence) -> bool:

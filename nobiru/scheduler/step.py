@@ -10,14 +10,15 @@ from nobiru.scheduler.plan import Part, Plan, Sequence
 
 
 class Step:
-    """`max_num_batched_tokens` tokens at most; a sequence that is `alone` has it to itself.
+    """`max_num_tokens` at most, or one sequence; a sequence that is `alone` has it to itself.
 
     Under the policy `priority`, the first sequence admitted sets the step's urgency: less urgent ones join only while
     the step stays within `min_step_tokens`.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, max_num_tokens: int) -> None:
         self._config = config
+        self._max_num_tokens = max_num_tokens
         self._parts: dict[int, Part] = {}
         self.num_tokens = 0
         self._urgency: int | None = None
@@ -29,7 +30,9 @@ class Step:
     @property
     def room(self) -> int:
         """How many more tokens it takes."""
-        return 0 if self._is_closed else self._config.max_num_batched_tokens - self.num_tokens
+        if self._is_closed:
+            return 0
+        return max(0, self._max_num_tokens - self.num_tokens) if self._parts else self._config.max_num_batched_tokens
 
     def room_for(self, candidate: Sequence) -> int:
         """How many tokens a waiting sequence may bring."""

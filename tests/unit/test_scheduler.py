@@ -68,6 +68,27 @@ def test_urgent_work_is_not_padded_with_bulk_beyond_the_smallest_step() -> None:
     assert step(s) == [0]
 
 
+def test_steps_are_short_for_a_while_after_an_urgent_sequence() -> None:
+    s = scheduler(max_num_seqs=50, hurried_step_tokens=30, hurry_s=5.0, min_step_tokens=10)
+    for number in range(40):
+        s.add(sequence(number, 10, priority=10))
+    assert step(s, now_s=0.0) == list(range(10)), "nobody is in a hurry"
+    s.add(sequence(100, 10, priority=0))
+    assert step(s, now_s=1.0) == [100]
+    assert step(s, now_s=2.0) == [10, 11, 12]
+    s.add(sequence(101, 60, priority=0))
+    assert step(s, now_s=4.0) == [101], "a sequence that is longer than a short step has one to itself"
+    assert step(s, now_s=8.9) == [13, 14, 15]
+    assert step(s, now_s=9.0) == list(range(16, 26))
+
+
+def test_equal_priorities_are_no_hurry() -> None:
+    s = scheduler(hurried_step_tokens=30)
+    for number in range(4):
+        s.add(sequence(number, 25))
+    assert step(s) == [0, 1, 2, 3]
+
+
 def test_a_lower_value_is_served_first_whatever_the_arrival() -> None:
     s = scheduler(max_num_seqs=1)
     for number, priority in enumerate([5, -3, 0]):
@@ -143,6 +164,7 @@ def test_refuses_an_id_in_use() -> None:
 CONFIGS = st.builds(
     SchedulerConfig,
     max_num_batched_tokens=st.integers(8, 64),
+    hurried_step_tokens=st.integers(1, 64),
     max_num_seqs=st.integers(1, 6),
     policy=st.sampled_from(["priority", "fcfs"]),
     lookahead=st.integers(1, 5),
