@@ -23,11 +23,12 @@ Quantization = Literal["int8"]
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one step and the order of service; see `nobiru.scheduler`.
 
-    For `hurry_s` after a sequence has passed less urgent ones, steps of encoders take `hurried_step_tokens` at most.
+    For `hurry_s` after a sequence has passed less urgent ones, steps of encoders take `hurried_step_tokens` at most, if
+    that is set.
     """
 
     max_num_batched_tokens: int = 2048
-    hurried_step_tokens: int = 1024
+    hurried_step_tokens: int | None = None
     hurry_s: float = 10.0
     max_num_seqs: int = 256
     policy: SchedulingPolicy = "priority"

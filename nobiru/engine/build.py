@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from nobiru import env, machine
-from nobiru.config import EngineConfig
+from nobiru.config import EngineConfig, SchedulerConfig
 from nobiru.engine.core import EngineCore
 from nobiru.engine.expert_member import ExpertMember
 from nobiru.engine.limits import default_token_budget, scheduler_config, timed_token_budget
@@ -132,9 +133,9 @@ def _assemble(
     runner.warm_up()
     on_cuda = runner.device_type == "cuda"
     budget = default_token_budget(folder, default=default_budget, on_cuda=on_cuda)
-    if step_s is not None and config.max_num_batched_tokens is None and isinstance(runner, PoolingRunner):
-        budget = _timed_budget(runner, step_s, least=budget)
     limits = scheduler_config(config, folder, default_budget=budget)
+    if step_s is not None and config.max_num_batched_tokens is None and isinstance(runner, PoolingRunner):
+        limits = _timed_limits(runner, limits, step_s)
     plans_ahead = on_cuda if config.async_scheduling is None else config.async_scheduling
     plans_ahead = plans_ahead and member is None  # members plan after they have agreed to step
     info: Info = {
@@ -244,11 +245,16 @@ def _make_executor(runner: RunnerLike, *, retries: bool) -> Executor:
     )
 
 
-def _timed_budget(runner: PoolingRunner, step_s: float, *, least: int) -> int:
-    """Timed only where a quarter of the least step promises that more could fit, so that slow models start no later."""
+def _timed_limits(runner: PoolingRunner, limits: SchedulerConfig, step_s: float) -> SchedulerConfig:
+    """With more tokens a step where they take no longer than `step_s`, unless somebody is in a hurry.
+
+    Timed only where a quarter of the least step promises that more could fit, so that slow models start no later.
+    """
+    least = limits.max_num_batched_tokens
     if runner.device_type == "cuda" or runner.tokens_per_s(least // 4) * step_s < least:
-        return least
-    return timed_token_budget(runner.tokens_per_s(least), step_s, least=least)
+        return limits
+    budget = timed_token_budget(runner.tokens_per_s(least), step_s, least=least)
+    return msgspec.structs.replace(limits, max_num_batched_tokens=budget, hurried_step_tokens=least)
 
 
 def _make_worker(num_threads: int) -> ThreadPoolExecutor:

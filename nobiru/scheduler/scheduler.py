@@ -113,9 +113,10 @@ class Scheduler:
 
     def _max_num_tokens(self, now_s: float) -> int:
         """Of a step. While urgent sequences come, an encoder's next step is never far."""
-        most = self.config.max_num_batched_tokens
-        in_hurry = self._tables is None and now_s < self._passed_s + self.config.hurry_s
-        return min(most, self.config.hurried_step_tokens) if in_hurry else most
+        most, hurried = self.config.max_num_batched_tokens, self.config.hurried_step_tokens
+        if hurried is None or self._tables is not None or now_s >= self._passed_s + self.config.hurry_s:
+            return most
+        return min(most, hurried)
 
     def confirm(self, plan: Plan) -> Plan | None:
         """The plan without sequences that ended or were aborted since it was made, while the one before ran."""

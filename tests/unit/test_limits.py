@@ -39,7 +39,9 @@ def test_a_server_takes_what_its_machine_does_in_time(
     config = EngineConfig(model=str(model), dtype="float32", device="cpu", num_threads=1, max_num_batched_tokens=chosen)
     for step_s, expected in ((SERVER_STEP_S, budget), (None, chosen or 1024)):
         engine = build_engine(config, default_budget=1024, step_s=step_s)
-        assert engine.core.scheduler.config.max_num_batched_tokens == expected
+        limits = engine.core.scheduler.config
+        assert limits.max_num_batched_tokens == expected
+        assert limits.hurried_step_tokens == (1024 if expected > 1024 else None)
 
 
 def test_the_rate_is_that_of_the_machine(model: Path) -> None:

@@ -164,7 +164,7 @@ def test_refuses_an_id_in_use() -> None:
 CONFIGS = st.builds(
     SchedulerConfig,
     max_num_batched_tokens=st.integers(8, 64),
-    hurried_step_tokens=st.integers(1, 64),
+    hurried_step_tokens=st.none() | st.integers(1, 64),
     max_num_seqs=st.integers(1, 6),
     policy=st.sampled_from(["priority", "fcfs"]),
     lookahead=st.integers(1, 5),
