@@ -45,6 +45,7 @@ from nobiru.scheduler import Plan, Sequence
 
 DEADLINE_S = 170.0
 WARM_UP_STEPS = 8
+ATTEMPT = 1
 PROMPT_TOKENS = 32
 RESIDENT = "resident MiB"
 
@@ -115,7 +116,11 @@ def run_rank(work: Work, position: int) -> dict[str, float]:
     engine = build_engine(config, default_budget=SERVER_TOKEN_BUDGET, place=Place(position=position))
     assert isinstance(engine.runner, CausalRunner) and engine.runner.moe is not None and engine.member is not None
     moe, member = engine.runner.moe, engine.member
-    member.form(_form(first_placement(config, moe.num_layers, moe.num_experts), work, position))
+    member.prepare(_form(first_placement(config, moe.num_layers, moe.num_experts), work, position))
+    while (formed := member.take_prepared()) is None:
+        time.sleep(0.01)
+    assert formed.error is None, formed.error
+    member.begin(ATTEMPT)
     assert moe.dispatcher is not None
     timed = moe.dispatcher = Timed(moe.dispatcher)
     engine.core.add(_texts(work, position, engine.folder.vocab_size))
@@ -134,7 +139,7 @@ def _resident_bytes() -> int:
 def _form(placement: Placement, work: Work, position: int) -> Form:
     slots = placement.slots
     return Form(
-        attempt=1,
+        attempt=ATTEMPT,
         epoch=1,
         position=position,
         size=work.num_ranks,
