@@ -12,6 +12,7 @@ from generation_requests import CACHE, PROMPTS, generation, text_of
 from ranks import is_alive, running, until
 
 from nobiru import LLM, SamplingParams
+from nobiru.elastic.holds import Point
 from nobiru.engine.client import ZmqClient
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
@@ -47,6 +48,25 @@ async def under_load(client: ZmqClient, expected: list[list[int]]) -> AsyncItera
         ends.set()
         async with asyncio.timeout(60):
             await asyncio.gather(*work)
+
+
+async def stopped_at(client: ZmqClient, point: Point, **asked: Any) -> str:
+    """Begin an operation and let it come to the end of a phase, where it stands; its id."""
+    client.ranks.holds.hold(point)
+    operation_id: str = client.operations.request(**asked)["operation_id"]
+    machine = client.ranks.machine
+
+    def is_there() -> bool:
+        assert machine.operation is not None, client.operations.document(operation_id)
+        num_waiting = client.ranks.holds.num_waiting(point)
+        if point in ("load", "drain"):
+            return num_waiting == 1
+        if machine.attempt is None:
+            return False
+        return num_waiting == len(machine.members if point == "park" else machine.attempt.members)
+
+    await until(is_there)
+    return operation_id
 
 
 async def ended(client: ZmqClient, operation_id: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,11 @@ class Nodes:
         import ray
         from ray._private import state  # what is public asks the dashboard, which does not run here
 
-        def in_use() -> list[Any]:
-            actors = [each for each in state.actors().values() if each["State"] != "DEAD"]
-            places = [each for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
-            available, all_there = ray.available_resources(), ray.cluster_resources()
-            return [*actors, *places, *([] if available.get("CPU") == all_there.get("CPU") else [available, all_there])]
-
         ray.init(address=self.address)
         try:
-            with suppress(AssertionError):
-                asyncio.run(until(lambda: not in_use()))
-            assert in_use() == []
+            asyncio.run(until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU")))
+            assert {each["state"] for each in ray.util.placement_group_table().values()} <= {"REMOVED"}
+            assert {each["State"] for each in state.actors().values()} <= {"DEAD"}
         finally:
             ray.shutdown()
 

@@ -27,6 +27,10 @@ class Norm:
     bias_C: Tensor
     eps: float
 
+    def in_float32(self) -> tuple[Tensor, Tensor, float]:
+        """Weight, bias and epsilon, as the kernels read them."""
+        return self.weight_C.float().contiguous(), self.bias_C.float().contiguous(), self.eps
+
     def __call__(self, x_TC: Tensor) -> Tensor:
         return F.layer_norm(x_TC, self.weight_C.shape, self.weight_C, self.bias_C, self.eps)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobiru.layers.activation import ACTIVATIONS, Activation
-from nobiru.layers.block import BlockWeights, Norm, PostNormBlock
+from nobiru.layers.block import BlockWeights, PostNormBlock
 from nobiru.layers.linear import Linear, make_linear
 from nobiru.ops.layout import PackedLayout
 from nobiru.ops.native import threads
@@ -134,8 +134,8 @@ class NativeLayers:
                 out=arrange(*weights.attention_out, by),
                 up=arrange(*weights.up, by),
                 down=arrange(*weights.down, by),
-                attention_norm=_in_float32(weights.attention_norm),
-                output_norm=_in_float32(weights.output_norm),
+                attention_norm=weights.attention_norm.in_float32(),
+                output_norm=weights.output_norm.in_float32(),
             )
         )
 
@@ -214,7 +214,3 @@ class TorchLayers:
     def _attention_path(self) -> str:
         head_size = self._shape.width // self._shape.num_heads
         return attention_path(self._device, self._dtype, head_size, has_bias=self._bias_HMM is not None)
-
-
-def _in_float32(norm: Norm) -> tuple[Tensor, Tensor, float]:
-    return norm.weight_C.float().contiguous(), norm.bias_C.float().contiguous(), norm.eps

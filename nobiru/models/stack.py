@@ -56,12 +56,11 @@ class Embeddings:
     padding_id: int | None = None
 
     def __call__(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
+        places_T = self._places_T(token_ids_T, layout)
         if (ends := ends_for(self.words_VC, self.positions_PC)) is not None:
-            norm = (self.norm.weight_C, self.norm.bias_C, self.norm.eps)
-            places_T = self._places_T(token_ids_T, layout)
-            return ends.embed(token_ids_T, places_T, self.words_VC, self.positions_PC, norm)
+            return ends.embed(token_ids_T, places_T, self.words_VC, self.positions_PC, self.norm.in_float32())
         words_TC = F.embedding(token_ids_T, self.words_VC).to(self.positions_PC.dtype)
-        return self.norm(words_TC.add_(F.embedding(self._places_T(token_ids_T, layout), self.positions_PC)))
+        return self.norm(words_TC.add_(F.embedding(places_T, self.positions_PC)))
 
     def _places_T(self, token_ids_T: Tensor, layout: PackedLayout) -> Tensor:
         places_T = layout.positions_T + self.first_position if self.first_position else layout.positions_T

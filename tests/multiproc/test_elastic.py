@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from elastic_scenes import GREEDY, SPREAD, ended, members, play, undisturbed_texts, whole
+from elastic_scenes import GREEDY, SPREAD, ended, members, play, stopped_at, undisturbed_texts, whole
 from generation_requests import PROMPTS, generation, text_of
 from ranks import is_alive, running, until
 
@@ -60,13 +60,11 @@ def test_named_ranks_are_removed_and_replaced(moe_model: Path, expected: list[li
 def test_a_cancelled_growth_leaves_no_trace(moe_model: Path, expected: list[list[int]]) -> None:
     async def scene(client: ZmqClient) -> None:
         before = client.status()
-        client.ranks.holds.hold("load")  # or it might be done before it is cancelled
-        document = client.operations.request(size=3)
-        await until(lambda: client.ranks.holds.num_waiting("load") == 1)
-        client.operations.cancel(document["operation_id"])
-        assert (await ended(client, document["operation_id"]))["phase"] == "rolled_back"
+        operation_id = await stopped_at(client, "load", size=3)  # or it might be done before it is cancelled
+        client.operations.cancel(operation_id)
+        assert (await ended(client, operation_id))["phase"] == "rolled_back"
         with pytest.raises(ConflictError, match="cannot be cancelled"):
-            client.operations.cancel(document["operation_id"])
+            client.operations.cancel(operation_id)
         await whole(client, 2)
         after = client.status()
         assert after["epoch"] == before["epoch"]
@@ -78,15 +76,13 @@ def test_a_cancelled_growth_leaves_no_trace(moe_model: Path, expected: list[list
 @pytest.mark.parametrize("victim", ["member", "newcomer"])
 def test_a_death_during_growth_costs_no_token(moe_model: Path, expected: list[list[int]], victim: str) -> None:
     async def scene(client: ZmqClient) -> None:
-        client.ranks.holds.hold("load")
-        document = client.operations.request(size=3)
-        await until(lambda: client.ranks.holds.num_waiting("load") == 1)
+        operation_id = await stopped_at(client, "load", size=3)
         place = 1 if victim == "member" else 2
         dead = client.status()["ranks"][place]
         os.kill(dead["pid"], signal.SIGKILL)
         await until(lambda: dead["rank_id"] not in {rank["rank_id"] for rank in client.status()["ranks"]})
         client.ranks.holds.release()
-        assert (await ended(client, document["operation_id"]))["phase"] == "rolled_back"
+        assert (await ended(client, operation_id))["phase"] == "rolled_back"
         await whole(client, 2)
 
     play(moe_model, expected, scene)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_scenes import ended, members, play, undisturbed_texts, whole
+from elastic_scenes import ended, members, play, stopped_at, undisturbed_texts, whole
 from generation_requests import PROMPTS, texts_of
 from ranks import is_alive, until
 
-from nobiru.elastic.holds import Point
 from nobiru.engine.client import ZmqClient
 from nobiru.errors import ConflictError
 
@@ -35,25 +34,6 @@ def facts(status: dict[str, Any]) -> dict[str, Any]:
         "ranks": [{**rank, "outstanding_tokens": None} for rank in status["ranks"]],
         "placement": {**status["placement"], "balancedness": None},
     }
-
-
-async def stopped_at(client: ZmqClient, point: Point, **asked: Any) -> str:
-    """Begin an operation and let it come to the end of a phase, where it stands; its id."""
-    client.ranks.holds.hold(point)
-    operation_id: str = client.operations.request(**asked)["operation_id"]
-    machine = client.ranks.machine
-
-    def is_there() -> bool:
-        assert machine.operation is not None, client.operations.document(operation_id)
-        num_waiting = client.ranks.holds.num_waiting(point)
-        if point in ("load", "drain"):
-            return num_waiting == 1
-        if machine.attempt is None:
-            return False
-        return num_waiting == len(machine.members if point == "park" else machine.attempt.members)
-
-    await until(is_there)
-    return operation_id
 
 
 async def check_no_trace(client: ZmqClient, before: dict[str, Any], operation_id: str, error: str) -> None:

@@ -32,7 +32,7 @@ def test_embeddings(num_tokens: int, width: int, dtype: torch.dtype, words_dtype
     words_VC, positions_PC = torch.randn(50, width).to(words_dtype), torch.randn(40, width).to(dtype)
     weight_C, bias_C = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
     ids_T, places_T = torch.randint(0, 50, (num_tokens,), dtype=torch.int32), torch.randint(0, 40, (num_tokens,))
-    found_TC = ends.embed(ids_T, places_T, words_VC, positions_PC, (weight_C, bias_C, 1e-12))
+    found_TC = ends.embed(ids_T, places_T, words_VC, positions_PC, (weight_C.float(), bias_C.float(), 1e-12))
     sums_TC = words_VC.double()[ids_T.long()] + positions_PC.double()[places_T]
     expected_TC = F.layer_norm(sums_TC, (width,), weight_C.double(), bias_C.double(), 1e-12)
     assert found_TC.dtype == dtype

@@ -89,10 +89,11 @@ def choose_product(stored: torch.dtype, *, in_pairs: bool, has_tiles: bool) -> A
 
 
 def plan_runs(lengths_B: NDArray[np.int64], num_threads: int, width: int) -> NDArray[np.int64]:
-    """First sequence and end of each run, [N, 2], of similar work, most work first: threads then end at about one time.
+    """First sequence and end of each run, [N, 2], most work first: threads then end at about one time.
 
-    One run where there are not enough sequences to occupy all threads. A token's work is that of its linear layers plus
-    attention, which grows with the length of its sequence.
+    Runs are of similar work, but for the last ones of a short batch. One run where there are not enough sequences to
+    occupy all threads. A token's work is that of its linear layers plus attention, which grows with the length of its
+    sequence.
     """
     work_B = np.cumsum(lengths_B * (6 * width + lengths_B))
     num_tokens, num_seqs = int(lengths_B.sum()), lengths_B.size

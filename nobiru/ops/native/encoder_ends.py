@@ -59,10 +59,11 @@ class EncoderEnds:
     ) -> Tensor:
         """[T, C], as positions are: rows of both tables added and normalized, in float32 up to the last rounding.
 
-        `norm` is a layer normalization's weight [C], bias [C] and epsilon. Ids and places are within the tables.
+        `norm` is a layer normalization's weight [C] and bias [C] in float32, and its epsilon. Ids and places are within
+        the tables.
         """
         ids_T, places_T = token_ids_T.int().contiguous(), places_T.long().contiguous()
-        weight_C, bias_C = (each.float().contiguous() for each in norm[:2])
+        weight_C, bias_C, eps = norm
         assert words_VC.is_contiguous() and positions_PC.is_contiguous()
         num_tokens, width = ids_T.numel(), positions_PC.shape[1]
         hidden_TC = positions_PC.new_empty(num_tokens, width)
@@ -72,7 +73,7 @@ class EncoderEnds:
             ids_T.data_ptr(),
             places_T.data_ptr(),
             hidden_TC.data_ptr(),
-            NormStruct(weight_C.data_ptr(), bias_C.data_ptr(), norm[2]),
+            NormStruct(weight_C.data_ptr(), bias_C.data_ptr(), eps),
             num_tokens,
             width,
             words_VC.dtype == torch.bfloat16,
